@@ -1,0 +1,39 @@
+# make run    set up, train the small captioner on the built-in scenes, open the demo (DEMO=0: not)
+# make test   set up, run the tests
+# make train DATA=folder OUT=runs/mine    train on your own pictures (ARGS="--epochs 20 ...")
+# make lint   ruff
+PYTHON ?= python3
+OUT ?= runs/mine
+DEMO ?= 1
+PORT ?= 7860
+BIN := .venv/bin
+# Waiting threads sleep rather than spin: much faster where other programs use the cores too.
+export OMP_WAIT_POLICY ?= passive
+
+.PHONY: run test train demo lint setup
+
+run: setup
+	$(BIN)/python examples/train_scenes.py --out runs/scenes --resume auto
+ifneq ($(DEMO),0)
+	$(BIN)/vlattn demo --model runs/scenes --port $(PORT)
+endif
+
+test: setup
+	$(BIN)/python -m pytest
+
+train: setup
+	$(BIN)/python examples/train_captioner.py --data "$(DATA)" --out "$(OUT)" --resume auto $(ARGS)
+
+demo: setup
+	$(BIN)/vlattn demo --model runs/scenes --port $(PORT)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch .venv/ready

@@ -1,0 +1,53 @@
+"""Train a small captioner from scratch on the built-in scenes, and look at what it looks at.
+
+    python examples/train_scenes.py --out runs/scenes
+
+About three minutes on two CPU cores. Writes a model folder and `words.png`, a contact sheet of the
+region that each word came from, and prints how many of the test pictures are described with every
+object's colour and shape right. Further flags are those of `vlattn train`.
+"""
+
+import argparse
+from pathlib import Path
+
+from vlattn import Captioner, metrics
+from vlattn.cli import train_main
+from vlattn.data.dataset import CaptionDataset
+from vlattn.data.scenes import described, scenes
+from vlattn.evaluation import write_captions
+from vlattn.visualization import contact_sheet
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], add_help=False)
+    parser.add_argument("--out", default="runs/scenes")
+    known, flags = parser.parse_known_args()
+
+    # 1. Train.
+    status = train_main(["--data", "scenes", "--out", known.out, *flags])
+    if status:
+        return status
+    captioner = Captioner.from_pretrained(known.out)
+
+    # 2. Score: on pictures like those it saw, and on pairs of colour and shape that it never saw.
+    for split in ("test", "test_novel"):
+        records = scenes(split)
+        data = CaptionDataset(
+            records, captioner.tokenizer, captioner.preprocess, max_len=captioner.config.max_len
+        )
+        written = write_captions(captioner, data)
+        scores = metrics.score(written, {r.name: list(r.captions) for r in records})
+        right = sum(described(written[r.name]) == described(r.captions[0]) for r in records)
+        share = f"every colour and shape right {100 * right / len(records):.1f} %"
+        print(f"{split}, {len(records)} images: {share}  {scores}")
+
+    # 3. Look: one row per picture, and the region of each word.
+    pictures = [record.image for record in scenes("test")[:6]]
+    sheet = Path(known.out) / "words.png"
+    contact_sheet(captioner.caption(pictures)).save(sheet)
+    print(f"the words and their regions are in {sheet}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,39 @@
+"""Vision-language attention for PyTorch: captioners whose words point at regions."""
+
+from importlib import import_module
+from typing import Any
+
+from vlattn import metrics
+from vlattn.attention import AdditiveAttention, ScaledDotProductAttention
+from vlattn.captioner import Captioner, CaptionerConfig
+from vlattn.generation import Caption
+from vlattn.images import Preprocess, open_image
+from vlattn.tokenizer import Tokenizer
+
+__version__ = "0.1.0"
+
+# Named here, imported at their first use: they bring accelerate and tensorboard with them.
+_LATER = {
+    "TrainConfig": "vlattn.training",
+    "train": "vlattn.training",
+    "read_records": "vlattn.data.layouts",
+}
+
+__all__ = [
+    "AdditiveAttention",
+    "Caption",
+    "Captioner",
+    "CaptionerConfig",
+    "Preprocess",
+    "ScaledDotProductAttention",
+    "Tokenizer",
+    "metrics",
+    "open_image",
+    *_LATER,
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'vlattn' has no attribute {name!r}")

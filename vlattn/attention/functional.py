@@ -1,0 +1,125 @@
+"""Attention over projected heads: queries, keys and values in, (output, weights) out.
+
+B batch, H query heads, H_kv key/value heads, T queries, N keys, D head size, D_v value head size.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlattn.attention.kernels.reference import additive_scores
+from vlattn.attention.masks import check_heads, expand_mask
+
+ADDITIVE_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "reference": additive_scores,
+}
+
+
+def additive_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_weight: Tensor,
+    mask: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    need_weights: bool = False,
+    backend: Literal["auto", "reference"] = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with the score `score_weight . tanh(query + key)`.
+
+    Bahdanau, Cho and Bengio, "Neural Machine Translation by Jointly Learning to Align and
+    Translate", ICLR 2015.
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, H_kv, N, D); neighbouring query heads share one key/value head.
+        value: (B, H_kv, N, D_v).
+        score_weight: (H, D).
+        mask: boolean, True = may attend: (T, N), (B, 1, N), (B, T, N) or (B, H, T, N).
+        dropout_p: share of the weights that is dropped before the weighted sum.
+        need_weights: also return the weights.
+        backend: how the scores are computed; "auto" takes the fastest there is.
+
+    Returns:
+        output (B, H, T, D_v), and weights (B, H, T, N): after the softmax, before dropout; None
+        unless asked for. A row with nothing to attend has zero weights and a zero output.
+    """
+    check_heads(query, key, value)
+    heads, head_dim = query.size(1), query.size(-1)
+    if score_weight.shape != (heads, head_dim):
+        raise ValueError(
+            f"score_weight must have shape (H, D) = {(heads, head_dim)}, "
+            f"got {tuple(score_weight.shape)}"
+        )
+    if backend != "auto" and backend not in ADDITIVE_BACKENDS:
+        names = ", ".join(["auto", *ADDITIVE_BACKENDS])
+        raise ValueError(f"backend must be one of {names}, got {backend!r}")
+    score = ADDITIVE_BACKENDS["reference" if backend == "auto" else backend]
+    return _attend(
+        query, key, value, mask, lambda q, k: score(q, k, score_weight), dropout_p, need_weights
+    )
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with the score `query . key / sqrt(D)`.
+
+    Vaswani et al., "Attention Is All You Need", NeurIPS 2017. Arguments and results are those of
+    `additive_attention`.
+    """
+    check_heads(query, key, value)
+    scale = query.size(-1) ** -0.5
+    return _attend(
+        query,
+        key,
+        value,
+        mask,
+        lambda q, k: (q * scale) @ k.transpose(-1, -2),
+        dropout_p,
+        need_weights,
+    )
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    score: Callable[[Tensor, Tensor], Tensor],
+    dropout_p: float,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Scores -> masked softmax -> dropout -> weighted sum."""
+    groups = query.size(1) // max(key.size(1), 1)
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    mask = expand_mask(mask, (*query.shape[:3], key.size(2)))
+    if mask is None:
+        weights = score(query, key).softmax(-1)  # (B, H, T, N)
+        output = F.dropout(weights, dropout_p) @ value  # (B, H, T, D_v)
+        return output, weights if need_weights else None
+
+    # What lies under the mask may be anything. Zero times NaN is NaN, so the numbers that are not
+    # finite, and the queries that attend to nothing, are set to zero before they meet a product.
+    finite = key.isfinite().all(-1) & value.isfinite().all(-1)  # (B, H, N)
+    key, value = (x.masked_fill(~finite[..., None], 0.0) for x in (key, value))
+    empty = ~mask.any(-1, keepdim=True)  # (B | 1, H | 1, T, 1)
+    scores = score(query.masked_fill(empty, 0.0), key)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1).masked_fill(~mask, 0.0)  # (B, H, T, N)
+    # A row that may attend to such a number shows it, as it would without a mask.
+    spoiled = (mask & ~finite[:, :, None]).any(-1, keepdim=True)  # (B, H, T, 1)
+    weights = weights.masked_fill(spoiled, torch.nan)
+    output = F.dropout(weights, dropout_p) @ value  # (B, H, T, D_v)
+    return output, weights if need_weights else None

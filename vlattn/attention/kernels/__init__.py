@@ -1,0 +1,1 @@
+"""One file per backend of the additive score."""

@@ -1,0 +1,18 @@
+"""The additive score written out: the truth that the other backends are compared with."""
+
+from torch import Tensor
+
+
+def additive_scores(query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
+    """`score_weight . tanh(query + key)` for every pair; stores B*H*T*N*D numbers.
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, H, N, D).
+        score_weight: (H, D).
+
+    Returns:
+        (B, H, T, N).
+    """
+    hidden = (query[:, :, :, None] + key[:, :, None]).tanh()  # (B, H, T, N, D)
+    return (hidden @ score_weight[None, :, None, :, None]).squeeze(-1)

@@ -1,0 +1,500 @@
+"""The captioner: an image encoder and a text decoder joined by one cross-attention.
+
+B pictures, C captions of each, R = B * C rows, T tokens, N patches, D width, V vocabulary,
+L layers, H heads.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, NamedTuple
+
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from vlattn.decoder import TextDecoder
+from vlattn.encoder import PatchFeatures, PatchPositions, TimmEncoder, ViT
+from vlattn.files import write_aside
+from vlattn.generation import Caption, Hypothesis, Word, beam_search, sample
+from vlattn.images import Geometry, Preprocess, open_image
+from vlattn.tokenizer import Tokenizer
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a config with the help of its command-line flag."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class CaptionerConfig:
+    """The sizes and kinds of a captioner; saved as `config.json`.
+
+    More on each is in `ViT` (the settings up to `stem`) and `TextDecoder` (those after it).
+    """
+
+    encoder: str = option("vit", "'vit', our own, or 'timm:<name>', any model of timm")
+    finetune_encoder: bool = option(False, "a timm encoder learns too")
+    image_size: tuple[int, int] | None = option(None, "of the input; the encoder's own if not set")
+    resize: Literal["squeeze", "crop", "pad"] = option("squeeze", "how pictures get that size")
+    patch_size: int = option(8, "side of a patch of the vit, in pixels")
+    encoder_dim: int = option(128, "width of the vit")
+    encoder_depth: int = option(3, "blocks of the vit")
+    encoder_heads: int = option(4, "attention heads of the vit")
+    encoder_positions: Literal["learned", "sine"] = option("learned", "positions of the vit")
+    num_registers: int = option(0, "register tokens of the vit")
+    stem: bool = option(True, "patches of the vit by several small convolutions")
+    attention: Literal["additive", "scaled_dot_product"] = option(
+        "scaled_dot_product", "the cross-attention"
+    )
+    dim: int = option(256, "width of the decoder")
+    depth: int = option(2, "blocks of the decoder")
+    num_heads: int = option(8, "attention heads of the decoder")
+    num_kv_heads: int | None = option(None, "key/value heads; as many as heads if not set")
+    mlp_ratio: float = option(4.0, "width of the decoder's MLPs over its own")
+    norm: Literal["layer", "rms"] = option("layer", "LayerNorm or RMSNorm")
+    norm_first: bool = option(True, "pre-norm; else post-norm")
+    positions: Literal["learned", "rotary"] = option("learned", "positions of the words")
+    max_len: int = option(64, "longest caption in tokens, begin included")
+    tie_embeddings: bool = option(True, "logits by the token embeddings")
+    dropout: float = option(0.1, "on the decoder's residual branches and the memory")
+    attention_dropout: float = option(0.0, "on the weights of cross-attention")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "CaptionerConfig":
+        """The inverse of `dataclasses.asdict` through JSON.
+
+        Raises:
+            ValueError: a setting is unknown, as in another software's file.
+        """
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"not a vlattn config: unknown setting {', '.join(unknown)}")
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+class CaptionerOutput(NamedTuple):
+    """Logits (R, T, V), and cross-attention weights (R, L, H, T, N) where asked for."""
+
+    logits: Tensor
+    weights: Tensor | None
+
+
+class PackedTokens(NamedTuple):
+    """The captions of each picture one after the other in one row, for training.
+
+    Args:
+        tokens: (B, T) inputs, each caption with its begin token.
+        places: (B, T) place of each token in its caption.
+        segments: (B, T) 1 for a row's first caption, 2 for its second, ...; 0 for padding.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    segments: Tensor
+
+
+class Captioner(nn.Module):
+    """Writes captions about pictures, and says where it looked for each word.
+
+    Args:
+        config: sizes and kinds.
+        tokenizer: its vocabulary is that of the decoder.
+        pretrained: load timm's weights of the encoder from the hub.
+    """
+
+    def __init__(self, config: CaptionerConfig, tokenizer: Tokenizer, *, pretrained: bool = False):
+        super().__init__()
+        self.config, self.tokenizer = config, tokenizer
+        self.encoder = _make_encoder(config, pretrained)
+        self.preprocess = Preprocess(
+            size=self.encoder.image_size,
+            mode=config.resize,
+            mean=self.encoder.mean,
+            std=self.encoder.std,
+        )
+        self.memory_proj = nn.Sequential(
+            nn.LayerNorm(self.encoder.dim),
+            nn.Linear(self.encoder.dim, config.dim),
+            nn.LayerNorm(config.dim),
+        )
+        self.memory_positions = PatchPositions(self.encoder.grid_size, config.dim)
+        self.memory_dropout = nn.Dropout(config.dropout)
+        self.decoder = TextDecoder(
+            tokenizer.vocab_size,
+            dim=config.dim,
+            depth=config.depth,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            attention=config.attention,
+            mlp_ratio=config.mlp_ratio,
+            norm=config.norm,
+            norm_first=config.norm_first,
+            positions=config.positions,
+            max_len=config.max_len,
+            tie_embeddings=config.tie_embeddings,
+            dropout=config.dropout,
+            attention_dropout=config.attention_dropout,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.embed.weight.device
+
+    def encode(self, pixels: Tensor) -> PatchFeatures:
+        """Pixels (B, 3, S_h, S_w), as `preprocess` makes them, to patch features."""
+        return self.encoder(pixels)
+
+    def features(self, images: Tensor) -> PatchFeatures:
+        """Pixels (B, 3, S_h, S_w) are encoded; features (B, N, D) that were kept are these."""
+        if images.dim() == 4:
+            return self.encode(images)
+        return PatchFeatures(images.to(self.decoder.embed.weight.dtype), self.encoder.grid_size)
+
+    def memory(self, features: PatchFeatures) -> Tensor:
+        """What the decoder attends to: (B, N, D) features in the decoder's width, with places."""
+        projected = PatchFeatures(self.memory_proj(features.tokens), features.grid_size)
+        return self.memory_dropout(self.memory_positions(projected))
+
+    def decode(
+        self, tokens: Tensor, features: PatchFeatures, need_weights: bool = False
+    ) -> CaptionerOutput:
+        """Teacher forcing: the logits of the token that follows each of the given ones.
+
+        Args:
+            tokens: (R, T) captions from the begin token on, right-padded; R is a multiple of the
+                pictures in `features`, and the captions of a picture stand together.
+            need_weights: also return the weights of cross-attention.
+        """
+        cache = self.decoder.start(self.memory(features))
+        hidden, weights = self.decoder(tokens, cache, need_weights=need_weights)
+        return CaptionerOutput(self.decoder.logits(hidden), weights)
+
+    def forward(self, images: Tensor, packed: PackedTokens) -> Tensor:
+        """The training pass: logits (K, V) of the K real tokens, row by row, without padding.
+
+        Args:
+            images: pixels, or kept features; see `features`.
+            packed: the captions of each picture in one row.
+        """
+        cache = self.decoder.start(self.memory(self.features(images)))
+        segments = packed.segments
+        same_caption = segments[:, :, None] == segments[:, None]  # (B, T, T)
+        hidden, _ = self.decoder(
+            packed.tokens, cache, places=packed.places, mask=same_caption.tril()
+        )
+        return self.decoder.logits(hidden[segments > 0])
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        features: PatchFeatures,
+        *,
+        num_beams: int = 3,
+        max_len: int = 30,
+        length_penalty: float = 1.0,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> list[list[Hypothesis]]:
+        """Write texts about encoded pictures: beam search, or sampling where `temperature` is set.
+
+        Args:
+            max_len: most tokens of a text; at most what the decoder's positions allow.
+
+        Other arguments are those of `beam_search` and `sample`.
+
+        Returns:
+            per picture the texts found, best first; one where sampled.
+        """
+        if temperature is None and (top_k is not None or top_p is not None):
+            raise ValueError("top_k and top_p are for sampling: set temperature too")
+        tokenizer = self.tokenizer
+
+        def step(tokens: Tensor, rows: Tensor) -> Tensor:
+            cache.reorder(rows.to(self.device))
+            hidden, _ = self.decoder(tokens.to(self.device)[:, None], cache)
+            return self.decoder.logits(hidden[:, -1])
+
+        control = {tokenizer.pad_id, tokenizer.bos_id, tokenizer.unk_id} - {None}
+        common = {
+            "bos_id": tokenizer.bos_id,
+            "eos_id": tokenizer.eos_id,
+            "banned": sorted(control),
+            "max_len": min(max_len, self.config.max_len),
+        }
+        with self._evaluating():
+            cache = self.decoder.start(self.memory(features))
+            if temperature is None:
+                return beam_search(
+                    step,
+                    len(features.tokens),
+                    num_beams=num_beams,
+                    length_penalty=length_penalty,
+                    **common,
+                )
+            drawn = sample(
+                step,
+                len(features.tokens),
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                generator=generator,
+                **common,
+            )
+            return [[text] for text in drawn]
+
+    def caption(
+        self,
+        images: Sequence[Any],
+        *,
+        num_beams: int = 3,
+        max_len: int = 30,
+        length_penalty: float = 1.0,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        batch_size: int = 32,
+    ) -> list[Caption]:
+        """Caption pictures.
+
+        Args:
+            images: paths, bytes, PIL images, arrays or tensors; see `open_image`.
+            seed: of the sampling; the global random numbers where omitted.
+            batch_size: pictures at a time.
+
+        Other arguments are those of `generate`.
+        """
+        if isinstance(images, str | bytes | Path) or not isinstance(images, Sequence | Tensor):
+            raise TypeError(f"images must be a list of pictures, got {type(images).__name__}")
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        captions = []
+        for start in range(0, len(images), batch_size):
+            pictures = [open_image(image) for image in images[start : start + batch_size]]
+            features, geometries = self._encode_pictures(pictures)
+            found = self.generate(
+                features,
+                num_beams=num_beams,
+                max_len=max_len,
+                length_penalty=length_penalty,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                generator=generator,
+            )
+            texts = [best for best, *_ in found]
+            captions += self._explain(texts, features, pictures, geometries)
+        return captions
+
+    def explain(self, image: Any, text: str) -> Caption:
+        """Where the model looks for each word of a given text, and how likely it finds them.
+
+        Raises:
+            ValueError: the text has no words, or more tokens than the decoder has places for.
+        """
+        tokens = self.tokenizer.encode(text)
+        limit = self.config.max_len - 1
+        if not 1 <= len(tokens) <= limit:
+            raise ValueError(f"text must have 1 to {limit} tokens, got {len(tokens)}")
+        picture = open_image(image)
+        features, geometries = self._encode_pictures([picture])
+        given = Hypothesis(tokens, None, True)
+        return self._explain([given], features, [picture], geometries)[0]
+
+    @torch.inference_mode()
+    def _encode_pictures(self, pictures: list[Image.Image]) -> tuple[PatchFeatures, list[Geometry]]:
+        pixels, geometries = zip(*map(self.preprocess, pictures))
+        with self._evaluating():
+            return self.encode(torch.stack(pixels).to(self.device)), list(geometries)
+
+    @torch.inference_mode()
+    def _explain(
+        self,
+        texts: list[Hypothesis],
+        features: PatchFeatures,
+        pictures: list[Image.Image],
+        geometries: list[Geometry],
+    ) -> list[Caption]:
+        """One teacher-forced pass over the texts gives each word's log-probability and maps."""
+        bos, eos, pad = self.tokenizer.bos_id, self.tokenizer.eos_id, self.tokenizer.pad_id
+        rows = [[bos, *text.tokens, eos] for text in texts]
+        longest = max(map(len, rows))
+        tokens = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])  # (R, T + 1)
+        with self._evaluating():
+            logits, weights = self.decode(tokens[:, :-1].to(self.device), features, True)
+        # Row t of logits and weights wrote token t + 1.
+        logprobs = logits.float().log_softmax(-1).cpu().gather(2, tokens[:, 1:, None]).squeeze(2)
+        maps = weights.float().cpu().permute(0, 3, 1, 2, 4)  # (R, T, L, H, N)
+        maps = maps.unflatten(-1, features.grid_size)  # (R, T, L, H, gh, gw)
+        return [
+            self._make_caption(*row) for row in zip(texts, logprobs, maps, pictures, geometries)
+        ]
+
+    def _make_caption(
+        self,
+        text: Hypothesis,
+        logprobs: Tensor,
+        maps: Tensor,
+        picture: Image.Image,
+        geometry: Geometry,
+    ) -> Caption:
+        spans = self.tokenizer.words(text.tokens)
+        words = tuple(
+            Word(s.text, s.start, s.end, float(logprobs[s.first : s.last].sum())) for s in spans
+        )
+        merged = [maps[s.first : s.last].mean(0) for s in spans]  # each (L, H, gh, gw)
+        layer_attention = torch.stack(merged) if merged else maps[:0]
+        score = float(logprobs[: len(text.tokens) + 1].mean()) if text.score is None else text.score
+        return Caption(
+            text=self.tokenizer.decode(text.tokens),
+            words=words,
+            layer_attention=layer_attention,
+            attention=layer_attention.mean((1, 2)),
+            score=score,
+            finished=text.finished,
+            image=picture,
+            geometry=geometry,
+        )
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a model folder; each file replaces the one before it in one step."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_json(folder / "config.json", asdict(self.config))
+        _write_json(folder / "preprocessor_config.json", self.preprocess.to_dict())
+        self.tokenizer.save(folder / "tokenizer.json")
+        with write_aside(folder / "README.md") as path:
+            path.write_text(_model_card(self), encoding="utf-8")
+        with write_aside(folder / "model.safetensors") as path:
+            tensors = {k: v.contiguous() for k, v in self.state_dict().items()}
+            save_file(tensors, path, metadata={"format": "pt"})
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path) -> "Captioner":
+        """Load a model folder, or a model of the Hugging Face hub by its id.
+
+        Raises:
+            ValueError: no such folder or model, or one with a missing or foreign file.
+        """
+        folder = _find_model(str(source))
+        missing = [name for name in MODEL_FILES if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(f"{source} is not a vlattn model folder: no {', '.join(missing)}")
+        try:
+            config = CaptionerConfig.from_dict(_read_json(folder / "config.json"))
+            preprocess = Preprocess.from_dict(_read_json(folder / "preprocessor_config.json"))
+            captioner = cls(config, Tokenizer.load(folder / "tokenizer.json"))
+            captioner.preprocess = preprocess
+            captioner.load_state_dict(load_file(folder / "model.safetensors"))
+        except (ValueError, TypeError, SafetensorError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"cannot load {source}: {reason[:300]}") from error
+        return captioner.eval()
+
+    def push_to_hub(self, repo_id: str, **kwargs) -> str:
+        """Upload the model folder to the Hugging Face hub; needs a login there.
+
+        Args:
+            repo_id: name of the model, "user/name"; made where it does not exist.
+            kwargs: passed to `huggingface_hub.HfApi.upload_folder`.
+
+        Returns:
+            the address of the commit.
+        """
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_repo(repo_id, exist_ok=True)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs).commit_url
+
+    @contextmanager
+    def _evaluating(self):
+        training = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(training)
+
+
+MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json")
+
+
+def _make_encoder(config: CaptionerConfig, pretrained: bool) -> ViT | TimmEncoder:
+    kind, _, name = config.encoder.partition(":")
+    if kind == "timm" and name:
+        return TimmEncoder(
+            name,
+            pretrained=pretrained,
+            frozen=not config.finetune_encoder,
+            image_size=config.image_size,
+        )
+    if config.encoder != "vit":
+        raise ValueError(f"encoder must be 'vit' or 'timm:<name>', got {config.encoder!r}")
+    return ViT(
+        config.image_size or (64, 64),
+        config.patch_size,
+        dim=config.encoder_dim,
+        depth=config.encoder_depth,
+        num_heads=config.encoder_heads,
+        positions=config.encoder_positions,
+        num_registers=config.num_registers,
+        stem=config.stem,
+        dropout=config.dropout,
+    )
+
+
+def _find_model(source: str) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=[*MODEL_FILES, "README.md"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(f"no model folder {source}, and none of that name on the hub") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"{path.name} must hold one JSON object")
+    return values
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    with write_aside(path) as aside:
+        aside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _model_card(captioner: Captioner) -> str:
+    config = captioner.config
+    return f"""---
+library_name: vlattn
+pipeline_tag: image-to-text
+---
+
+# A vlattn captioner
+
+{config.encoder} encoder, {config.attention} cross-attention, {config.depth} decoder layers of width
+{config.dim}, {captioner.tokenizer.vocab_size} tokens.
+
+```python
+from vlattn import Captioner
+
+captioner = Captioner.from_pretrained("this folder")
+(caption,) = captioner.caption(["picture.jpg"])
+print(caption.text)
+caption.overlay(0).save("first_word.png")
+```
+"""

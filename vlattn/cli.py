@@ -1,0 +1,225 @@
+"""The `vlattn` command: train, evaluate, caption, demo.
+
+Exit status 0 only when the work was done; a user's mistake is one line on stderr and status 2.
+"""
+
+import argparse
+import json
+import sys
+import types
+import typing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+from vlattn import metrics
+from vlattn.captioner import Captioner, CaptionerConfig
+from vlattn.data.dataset import CaptionDataset
+from vlattn.data.layouts import DataError, read_records
+from vlattn.evaluation import write_captions
+from vlattn.files import write_aside
+from vlattn.images import ImageError
+from vlattn.training import TrainConfig, train
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; the result is the exit status."""
+    arguments = vars(_parser().parse_args(argv))
+    run = arguments.pop("run")
+    try:
+        return run(**arguments) or 0
+    except (ValueError, OSError) as error:
+        print(f"vlattn: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("vlattn: stopped", file=sys.stderr)
+        return 130
+
+
+def train_main(argv: list[str] | None = None) -> int:
+    """`vlattn train`, for the example scripts."""
+    return main(["train", *(sys.argv[1:] if argv is None else argv)])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vlattn", description="Captioners whose words point at regions of the picture."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("train", help="train a captioner")
+    command.set_defaults(run=_train)
+    command.add_argument("--config", metavar="FILE", help="JSON settings, as in a run's train.json")
+    _add_settings(command, TrainConfig)
+    _add_settings(command.add_argument_group("the captioner's sizes and kinds"), CaptionerConfig)
+
+    command = commands.add_parser("evaluate", help="score a captioner on a data set")
+    command.set_defaults(run=_evaluate)
+    _add_model(command)
+    command.add_argument("--data", required=True, help="data set: a folder, a table, or 'scenes'")
+    command.add_argument("--layout", default="auto", help="its layout; found by looking")
+    command.add_argument("--split", default="test")
+    command.add_argument("--json", dest="report", metavar="FILE", help="write the scores to a file")
+    _add_generation(command)
+
+    command = commands.add_parser("caption", help="caption pictures")
+    command.set_defaults(run=_caption)
+    _add_model(command)
+    command.add_argument("images", nargs="+", metavar="IMAGE")
+    command.add_argument("--overlay", metavar="DIR", help="write a picture of each word's map")
+    command.add_argument(
+        "--json", dest="as_json", action="store_true", help="print a JSON object per picture"
+    )
+    _add_generation(command)
+
+    command = commands.add_parser("demo", help="open the demo in a browser")
+    command.set_defaults(run=_demo)
+    _add_model(command)
+    command.add_argument("--host", default="127.0.0.1")
+    command.add_argument("--port", type=int, default=7860)
+    return parser
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", required=True, metavar="FOLDER", help="model folder or hub id")
+
+
+def _add_generation(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--num-beams", type=int, default=3, help="1 is greedy decoding")
+    command.add_argument("--max-len", type=int, default=30, help="most tokens of a caption")
+    command.add_argument(
+        "--length-penalty", type=float, default=1.0, help="0 favours short captions, more long ones"
+    )
+
+
+def _add_settings(group: Any, config: type) -> None:
+    """A flag for each field of a config; a flag that is not given is absent from the result."""
+    hints = typing.get_type_hints(config)
+    for setting in fields(config):
+        kind = hints[setting.name]
+        if kind is CaptionerConfig:
+            continue
+        flag = "--" + setting.name.replace("_", "-")
+        text = setting.metadata["help"]
+        if setting.default not in ("", None):
+            text += f" (default: {setting.default})"
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+        if typing.get_origin(kind) in (typing.Union, types.UnionType):
+            (kind,) = (k for k in typing.get_args(kind) if k is not types.NoneType)
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is Literal:
+            options["choices"] = typing.get_args(kind)
+        elif typing.get_origin(kind) is tuple:
+            options |= {"type": int, "nargs": 2, "metavar": ("HEIGHT", "WIDTH")}
+        else:
+            options |= {"type": kind, "metavar": kind.__name__.upper()}
+        group.add_argument(flag, **options)
+
+
+def _train(config: str | None = None, **flags: Any) -> None:
+    settings = _read_settings(Path(config)) if config else {}
+    sizes = settings.pop("captioner", {})
+    names = {field.name for field in fields(CaptionerConfig)}
+    for name, value in flags.items():
+        (sizes if name in names else settings)[name] = value
+    unknown = sorted(settings.keys() - {field.name for field in fields(TrainConfig)})
+    if unknown:
+        raise ValueError(f"{config}: unknown setting {', '.join(unknown)}")
+    for name in ("data", "out"):
+        if name not in settings:
+            raise ValueError(f"--{name} must be given")
+    settings["captioner"] = CaptionerConfig.from_dict(sizes)
+    train(TrainConfig(**settings))
+    print(f"the model is in {settings['out']}")
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} must hold one JSON object")
+    return settings
+
+
+def _evaluate(
+    model: str, data: str, layout: str, split: str, report: str | None, **generation: Any
+) -> None:
+    captioner = Captioner.from_pretrained(model)
+    records, found = read_records(data, layout)
+    chosen = [record for record in records if record.split == split]
+    if not chosen:
+        raise DataError(f"{data} has no split {split!r}, only {', '.join(found.images)}")
+    dataset = CaptionDataset(
+        chosen, captioner.tokenizer, captioner.preprocess, max_len=captioner.config.max_len
+    )
+    written = write_captions(captioner, dataset, **generation)
+    references = {r.name: list(r.captions) for r in chosen if r.name in written}
+    scores = metrics.score(written, references)
+    print(f"{split}, {len(written):,} images: {scores}")
+    if report:
+        _write_report(Path(report), scores, written)
+
+
+def _write_report(path: Path, scores: metrics.Scores, written: dict[str, str]) -> None:
+    captions = {
+        "bleu": list(scores.bleu),
+        "rouge_l": scores.rouge_l,
+        "cider": None if scores.cider != scores.cider else scores.cider,  # NaN is no JSON
+        "images": len(written),
+    }
+    with write_aside(path) as aside:
+        aside.write_text(json.dumps({"captions": captions}, indent=2) + "\n", encoding="utf-8")
+
+
+def _caption(
+    model: str, images: list[str], overlay: str | None, as_json: bool, **generation: Any
+) -> int:
+    captioner = Captioner.from_pretrained(model)
+    failed = False
+    for image in images:
+        try:
+            (caption,) = captioner.caption([image], **generation)
+        except ImageError as error:
+            print(f"vlattn: {error}", file=sys.stderr)
+            failed = True
+            continue
+        print(_as_json(image, caption) if as_json else f"{image}: {caption.text}", flush=True)
+        if overlay is not None:
+            _write_overlays(Path(overlay), Path(image).stem, caption)
+    return 2 if failed else 0
+
+
+def _as_json(image: str, caption: Any) -> str:
+    words = [
+        {"text": w.text, "start": w.start, "end": w.end, "logprob": w.logprob}
+        for w in caption.words
+    ]
+    return json.dumps(
+        {
+            "image": image,
+            "text": caption.text,
+            "score": caption.score,
+            "finished": caption.finished,
+            "words": words,
+        },
+        ensure_ascii=False,
+    )
+
+
+def _write_overlays(folder: Path, stem: str, caption: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, word in enumerate(caption.words):
+        plain = "".join(char for char in word.text if char.isalnum()) or "sign"
+        caption.overlay(i).save(folder / f"{stem}-{i + 1:02}-{plain}.png")
+
+
+def _demo(model: str, host: str, port: int) -> None:
+    captioner = Captioner.from_pretrained(model)
+    try:
+        from vlattn.demo.app import launch
+    except ImportError as error:
+        raise ValueError(f"the demo needs gradio: pip install 'vlattn[demo]' ({error})") from error
+    launch(captioner, host=host, port=port)

@@ -1,0 +1,245 @@
+"""The text decoder: causal self-attention, cross-attention to the patches, MLP.
+
+B pictures, C captions or beams of each, R = B * C rows, T tokens, N patches, D width, L layers,
+H heads, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlattn.attention import ATTENTIONS, KeyValue, KVCache, ScaledDotProductAttention, causal_mask
+
+NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+
+
+class DecoderOutput(NamedTuple):
+    """Hidden states (R, T, D), and cross-attention weights (R, L, H, T, N) where asked for."""
+
+    hidden: Tensor
+    weights: Tensor | None
+
+
+def rotate(x: Tensor, places: Tensor) -> Tensor:
+    """Rotary positions: turn each pair of features by an angle that grows with the place.
+
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+
+    Args:
+        x: queries or keys (R, H, T, D), D even.
+        places: (R | 1, T) where each stands.
+    """
+    half = x.size(-1) // 2
+    rates = 10_000 ** -(torch.arange(half, device=x.device) / half)
+    angles = (places[..., None] * rates)[:, None]  # (R | 1, 1, T, D / 2)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class DecoderBlock(nn.Module):
+    """Self-attention, cross-attention and MLP, each a residual branch with its norm.
+
+    Args:
+        dim: width.
+        num_heads: heads of both attentions.
+        num_kv_heads: key/value heads of both; see `CrossAttention`.
+        attention: the cross-attention, a key of `ATTENTIONS`.
+        mlp_ratio: width of the MLP over `dim`.
+        norm: "layer" or "rms".
+        norm_first: pre-norm (Xiong et al., ICML 2020); False: post-norm, as in Vaswani et al.
+        rotary: rotary positions in self-attention.
+        dropout: on each residual branch.
+        attention_dropout: on the weights of cross-attention.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None,
+        attention: str,
+        mlp_ratio: float,
+        norm: str,
+        norm_first: bool,
+        rotary: bool,
+        dropout: float,
+        attention_dropout: float,
+    ):
+        super().__init__()
+        self.norm_first, self.rotary = norm_first, rotary
+        self.self_attn = ScaledDotProductAttention(
+            dim, num_heads=num_heads, num_kv_heads=num_kv_heads
+        )
+        self.cross_attn = ATTENTIONS[attention](
+            dim, num_heads=num_heads, num_kv_heads=num_kv_heads, dropout=attention_dropout
+        )
+        hidden_dim = int(mlp_ratio * dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, hidden_dim), nn.GELU(approximate="tanh"), nn.Linear(hidden_dim, dim)
+        )
+        self.norm1, self.norm2, self.norm3 = (NORMS[norm](dim) for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        cache: KVCache,
+        layer: int,
+        places: Tensor,
+        mask: Tensor | None,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x (R, T, D) -> the same, and cross-attention weights (R, H, T, N)."""
+        past = self._look_back(self._before(self.norm1, x), cache, layer, places, mask)
+        x = self._after(self.norm1, x + self.dropout(past))
+        seen, weights = self._look_at(
+            self._before(self.norm2, x), cache.memory[layer], need_weights
+        )
+        x = self._after(self.norm2, x + self.dropout(seen))
+        thought = self.mlp(self._before(self.norm3, x))
+        return self._after(self.norm3, x + self.dropout(thought)), weights
+
+    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return norm(x) if self.norm_first else x
+
+    def _after(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return x if self.norm_first else norm(x)
+
+    def _look_back(
+        self, x: Tensor, cache: KVCache, layer: int, places: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        query, kv = self.self_attn.project_query(x), self.self_attn.project_kv(x)
+        if self.rotary:
+            query, kv = rotate(query, places), KeyValue(rotate(kv.key, places), kv.value)
+        return self.self_attn.attend_heads(query, cache.append(layer, kv), mask)[0]
+
+    def _look_at(
+        self, x: Tensor, memory: KeyValue, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """All captions of a picture read its one memory: their queries stand in one row."""
+        rows, num_tokens, dim = x.shape
+        query = x.reshape(memory.key.size(0), -1, dim)  # (B, C * T, D)
+        output, weights = self.cross_attn.attend(query, memory, need_weights=need_weights)
+        if weights is not None:
+            weights = weights.unflatten(2, (-1, num_tokens))  # (B, H, C, T, N)
+            weights = weights.transpose(1, 2).flatten(0, 1)  # (R, H, T, N)
+        return output.reshape(rows, num_tokens, dim), weights
+
+
+class TextDecoder(nn.Module):
+    """Transformer decoder (Vaswani et al., NeurIPS 2017) that reads patches by cross-attention.
+
+    Args:
+        vocab_size: tokens of the vocabulary.
+        dim: width; the memory that it reads has the same.
+        depth: number of blocks.
+        max_len: longest text in tokens, the begin token included.
+        positions: "learned" or "rotary".
+        tie_embeddings: logits are products with the token embeddings (Press and Wolf, EACL 2017).
+        num_heads, num_kv_heads, attention, mlp_ratio, norm, norm_first, dropout,
+            attention_dropout: see `DecoderBlock`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        dim: int = 256,
+        depth: int = 3,
+        num_heads: int = 8,
+        num_kv_heads: int | None = None,
+        attention: str = "scaled_dot_product",
+        mlp_ratio: float = 4.0,
+        norm: str = "layer",
+        norm_first: bool = True,
+        positions: str = "learned",
+        max_len: int = 64,
+        tie_embeddings: bool = True,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+    ):
+        super().__init__()
+        _check_choice("attention", attention, ATTENTIONS)
+        _check_choice("norm", norm, NORMS)
+        _check_choice("positions", positions, ("learned", "rotary"))
+        self.max_len = max_len
+        self.embed = nn.Embedding(vocab_size, dim)
+        nn.init.normal_(self.embed.weight, std=dim**-0.5)
+        rotary = positions == "rotary"
+        self.positions = None if rotary else nn.Parameter(0.02 * torch.randn(max_len, dim))
+        self.blocks = nn.ModuleList(
+            DecoderBlock(
+                dim,
+                num_heads,
+                num_kv_heads=num_kv_heads,
+                attention=attention,
+                mlp_ratio=mlp_ratio,
+                norm=norm,
+                norm_first=norm_first,
+                rotary=rotary,
+                dropout=dropout,
+                attention_dropout=attention_dropout,
+            )
+            for _ in range(depth)
+        )
+        self.norm = NORMS[norm](dim) if norm_first else nn.Identity()
+        self.head = None if tie_embeddings else nn.Linear(dim, vocab_size, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def start(self, memory: Tensor) -> KVCache:
+        """A cache to write with: the memory (B, N, D) is projected once per picture and layer."""
+        return KVCache([block.cross_attn.project_kv(memory) for block in self.blocks])
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        *,
+        places: Tensor | None = None,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> DecoderOutput:
+        """Read the tokens that follow those in the cache.
+
+        Args:
+            tokens: (R, T); R a multiple of the pictures in the cache, a picture's rows together.
+            cache: from `start`; holds the keys and values of these tokens too afterwards.
+            places: (R, T) place of each token in its text; one after the other where omitted.
+            mask: what self-attention may look at; all tokens up to its own where omitted.
+            need_weights: also return the weights of cross-attention.
+
+        Raises:
+            ValueError: a text would be longer than `max_len`.
+        """
+        start, num_tokens = len(cache), tokens.size(1)
+        if places is None:
+            if start + num_tokens > self.max_len:
+                raise ValueError(
+                    f"tokens must not go past max_len={self.max_len}, got {start + num_tokens}"
+                )
+            places = torch.arange(start, start + num_tokens, device=tokens.device)[None]
+        if mask is None and num_tokens > 1:
+            mask = causal_mask(num_tokens, start + num_tokens, device=tokens.device)
+        x = self.embed(tokens)  # (R, T, D)
+        if self.positions is not None:
+            x = x + self.positions[places]
+        x = self.dropout(x)
+        layers = []
+        for layer, block in enumerate(self.blocks):
+            x, weights = block(x, cache, layer, places, mask, need_weights)
+            layers.append(weights)
+        return DecoderOutput(self.norm(x), torch.stack(layers, dim=1) if need_weights else None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., D) hidden states to (..., V)."""
+        head = self.embed if self.head is None else self.head
+        return F.linear(hidden, head.weight)
+
+
+def _check_choice(name: str, value: str, choices) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,253 @@
+"""Image encoders: pictures to patch tokens.
+
+B batch, S_h, S_w sides of the input, gh, gw patches per side, N = gh * gw patches, D width.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from vlattn.attention import ScaledDotProductAttention
+
+
+class PatchFeatures(NamedTuple):
+    """What an encoder returns: tokens (B, N, D), row by row, and the grid (gh, gw), N = gh * gw.
+
+    Class and register tokens are not among them.
+    """
+
+    tokens: Tensor
+    grid_size: tuple[int, int]
+
+
+class PatchEmbed(nn.Module):
+    """Cuts a picture into patches and projects each; sides are any multiples of `patch_size`.
+
+    Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021. With `stem=True` a few strided
+    convolutions take the place of the one large step, which trains faster and more stably (Xiao et
+    al., "Early Convolutions Help Transformers See Better", NeurIPS 2021); `patch_size` is then a
+    power of two.
+    """
+
+    def __init__(self, patch_size: int, dim: int, *, in_channels: int = 3, stem: bool = False):
+        super().__init__()
+        self.patch_size = patch_size
+        if stem:
+            self.proj = _conv_stem(patch_size, in_channels, dim)
+        else:
+            self.proj = nn.Conv2d(in_channels, dim, patch_size, patch_size)
+
+    def forward(self, pixels: Tensor) -> PatchFeatures:
+        if pixels.dim() != 4 or any(side % self.patch_size for side in pixels.shape[-2:]):
+            raise ValueError(
+                "pixels must have shape (B, C, S_h, S_w) with sides divisible by "
+                f"patch_size={self.patch_size}, got {tuple(pixels.shape)}"
+            )
+        grid = self.proj(pixels)  # (B, D, gh, gw)
+        return PatchFeatures(grid.flatten(2).transpose(1, 2), tuple(grid.shape[-2:]))
+
+
+def _conv_stem(patch_size: int, in_channels: int, dim: int) -> nn.Sequential:
+    halvings = patch_size.bit_length() - 1
+    if patch_size != 2**halvings or halvings == 0:
+        raise ValueError(f"patch_size of a stem must be a power of two above 1, got {patch_size}")
+    layers: list[nn.Module] = []
+    for step in range(halvings, 0, -1):
+        width = max(dim >> step, 16)
+        layers += [nn.Conv2d(in_channels, width, 3, 2, 1), nn.GroupNorm(1, width), nn.ReLU()]
+        in_channels = width
+    return nn.Sequential(*layers, nn.Conv2d(in_channels, dim, 1))
+
+
+def sine_positions(grid_size: tuple[int, int], dim: int) -> Tensor:
+    """Fixed 2-D positions (gh * gw, dim): half of the width tells the row, half the column."""
+    if dim % 4:
+        raise ValueError(f"dim of 2-D sine positions must be divisible by 4, got {dim}")
+    rates = 10_000 ** -(torch.arange(dim // 4) / (dim // 4))
+    rows, columns = torch.meshgrid(*(torch.arange(side) for side in grid_size), indexing="ij")
+    angles = [place.flatten()[:, None] * rates for place in (rows, columns)]
+    return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], dim=1)
+
+
+class PatchPositions(nn.Module):
+    """Adds a position to each patch: learned for one grid and resized to others, or fixed sines."""
+
+    def __init__(self, grid_size: tuple[int, int], dim: int, *, learned: bool = True):
+        super().__init__()
+        self.grid_size = grid_size
+        start = sine_positions(grid_size, dim)
+        self.table = nn.Parameter(0.02 * torch.randn_like(start)) if learned else None
+
+    def forward(self, features: PatchFeatures) -> Tensor:
+        """(B, N, D) tokens with their positions."""
+        tokens, grid_size = features
+        if self.table is None:
+            return tokens + sine_positions(grid_size, tokens.size(-1)).to(tokens)
+        if grid_size == self.grid_size:
+            return tokens + self.table
+        grid = self.table.T.unflatten(1, self.grid_size)[None]  # (1, D, gh, gw)
+        grid = F.interpolate(grid, grid_size, mode="bicubic", antialias=True)
+        return tokens + grid[0].flatten(1).T
+
+
+class ViTBlock(nn.Module):
+    """Self-attention and MLP, each in a pre-norm residual branch."""
+
+    def __init__(self, dim: int, num_heads: int, mlp_ratio: float, dropout: float):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.self_attn = ScaledDotProductAttention(dim, num_heads=num_heads)
+        hidden_dim = int(mlp_ratio * dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, dim))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        x = x + self.dropout(self.self_attn(h, h)[0])
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class ViT(nn.Module):
+    """Vision transformer over any rectangular grid of patches.
+
+    Dosovitskiy et al., ICLR 2021; register tokens after Darcet et al., "Vision Transformers Need
+    Registers", ICLR 2024.
+
+    Args:
+        image_size: (S_h, S_w) that learned positions are made for; other sizes resize them.
+        patch_size: side of a patch in pixels.
+        dim: width.
+        depth: number of blocks.
+        num_heads: attention heads.
+        mlp_ratio: width of the MLP over `dim`.
+        positions: "learned" or "sine".
+        num_registers: tokens without a place, which the patches may use as scratch space.
+        stem: patches by strided convolutions (see `PatchEmbed`).
+        dropout: on each residual branch.
+    """
+
+    def __init__(
+        self,
+        image_size: tuple[int, int] = (224, 224),
+        patch_size: int = 16,
+        *,
+        dim: int = 192,
+        depth: int = 4,
+        num_heads: int = 4,
+        mlp_ratio: float = 4.0,
+        positions: str = "learned",
+        num_registers: int = 0,
+        stem: bool = False,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        if positions not in ("learned", "sine"):
+            raise ValueError(f"positions must be 'learned' or 'sine', got {positions!r}")
+        self.dim, self.image_size = dim, tuple(image_size)
+        self.mean = self.std = (0.5, 0.5, 0.5)
+        self.patch_embed = PatchEmbed(patch_size, dim, stem=stem)
+        self.grid_size = tuple(side // patch_size for side in image_size)
+        self.positions = PatchPositions(self.grid_size, dim, learned=positions == "learned")
+        self.registers = nn.Parameter(0.02 * torch.randn(num_registers, dim))
+        self.blocks = nn.ModuleList(
+            ViTBlock(dim, num_heads, mlp_ratio, dropout) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, pixels: Tensor) -> PatchFeatures:
+        """Pixels (B, 3, S_h, S_w) to patch tokens (B, N, D)."""
+        patches = self.patch_embed(pixels)
+        registers = self.registers.expand(len(pixels), -1, -1)
+        x = torch.cat([registers, self.positions(patches)], dim=1)
+        for block in self.blocks:
+            x = block(x)
+        return PatchFeatures(self.norm(x)[:, self.registers.size(0) :], patches.grid_size)
+
+
+class TimmEncoder(nn.Module):
+    """Any timm model as the encoder: its last feature map, without class and register tokens.
+
+    Args:
+        name: a name that `timm.create_model` takes.
+        pretrained: load timm's weights from the hub.
+        frozen: the encoder never learns: no gradients, and always in eval mode, so that batch norm
+            and dropout are still whatever `train()` is called.
+        image_size: (S_h, S_w); the model's own where omitted.
+
+    Raises:
+        ValueError: timm has no such model.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        pretrained: bool = False,
+        frozen: bool = True,
+        image_size: tuple[int, int] | None = None,
+    ):
+        import timm
+
+        super().__init__()
+        if not timm.is_model(name):
+            raise ValueError(f"encoder 'timm:{name}' is not a model of timm {timm.__version__}")
+        self.name, self.frozen = name, frozen
+        self.model = timm.create_model(name, pretrained=pretrained, num_classes=0)
+        settings = timm.data.resolve_model_data_config(self.model)
+        self.mean, self.std = tuple(settings["mean"]), tuple(settings["std"])
+        own_size = tuple(settings["input_size"][-2:])
+        self.image_size = own_size if image_size is None else tuple(image_size)
+        if self.image_size != own_size and hasattr(self.model, "set_input_size"):
+            self.model.set_input_size(img_size=self.image_size)
+        self.model.requires_grad_(not frozen).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            probe = self.model.eval().forward_features(torch.zeros(1, 3, *self.image_size))
+            # forward_intermediates leaves out the last convolution that some networks have.
+            self._convolutional = probe.dim() == 4 and probe.size(1) == self.model.num_features
+            features = self(torch.zeros(1, 3, *self.image_size))
+        self.train(self.training)
+        self.dim, self.grid_size = features.tokens.size(-1), features.grid_size
+
+    def train(self, mode: bool = True) -> "TimmEncoder":
+        super().train(mode)
+        self.model.train(mode and not self.frozen)
+        return self
+
+    def forward(self, pixels: Tensor) -> PatchFeatures:
+        """Pixels (B, 3, S_h, S_w) to patch tokens (B, N, D)."""
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            if self._convolutional:
+                grid = self.model.forward_features(pixels)  # (B, D, gh, gw)
+            else:
+                (grid,) = self.model.forward_intermediates(
+                    pixels, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True
+                )
+        return PatchFeatures(grid.flatten(2).transpose(1, 2), tuple(grid.shape[-2:]))
+
+    def load_weights(self, path: str | Path) -> None:
+        """Load the encoder's weights from a safetensors file with timm's names.
+
+        A classifier's weights in it are left out.
+
+        Raises:
+            ValueError: the file cannot be read, or does not fit this model.
+        """
+        try:
+            tensors = load_file(path)
+            missing, foreign = self.model.load_state_dict(tensors, strict=False)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"cannot load encoder weights from {path}: {reason}") from error
+        classifier = tuple(self.model.pretrained_cfg.get("classifier", ()))
+        foreign = [name for name in foreign if name.split(".")[0] not in classifier]
+        if missing or foreign:
+            raise ValueError(
+                f"encoder weights {path} do not fit {self.name}: {len(missing)} tensors missing, "
+                f"{len(foreign)} foreign ({', '.join([*missing, *foreign][:3])})"
+            )

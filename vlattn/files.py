@@ -1,0 +1,20 @@
+"""Files that are either the old ones or the new ones, whenever the process is killed."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def write_aside(path: str | os.PathLike) -> Iterator[Path]:
+    """A path beside `path` to write to; flushed and renamed to `path` when all went well."""
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield aside
+        with aside.open("rb") as file:
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -1,0 +1,254 @@
+"""Writing captions: greedy, sampling and beam search over any step function, and the `Caption`.
+
+B pictures, K beams, V vocabulary, L layers, H heads, gh, gw grid of patches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vlattn import visualization
+from vlattn.images import Geometry
+
+Step = Callable[[Tensor, Tensor], Tensor]
+"""`step(tokens (R,), rows (R,)) -> logits (R, V)`: row i continues what row `rows[i]` of the last
+call wrote, with `tokens[i]`."""
+
+
+class Hypothesis(NamedTuple):
+    """Tokens without begin and end, their score, and whether the end token was reached."""
+
+    tokens: list[int]
+    score: float
+    finished: bool
+
+
+def beam_search(
+    step: Step,
+    batch_size: int,
+    *,
+    bos_id: int,
+    eos_id: int,
+    banned: Sequence[int],
+    max_len: int,
+    num_beams: int = 3,
+    length_penalty: float = 1.0,
+    num_return: int = 1,
+) -> list[list[Hypothesis]]:
+    """Beam search; one beam is greedy decoding.
+
+    The score of a text of n tokens, its end token counted, is `sum(log p) / n ** length_penalty`:
+    0 ranks by probability, which favours short texts, and the larger the value, the longer the
+    texts that win. A text that ends gives up its beam; a picture is done when no beam is left, or
+    when none that is left could still be among the `num_return` best.
+
+    Args:
+        step: the model, one token at a time.
+        batch_size: number of pictures B; their rows are apart, so that none depends on another.
+        bos_id, eos_id: begin and end tokens.
+        banned: tokens that are never written.
+        max_len: most tokens of a text, its end token counted.
+        num_beams: beams per picture, K.
+        length_penalty: at least 0.
+        num_return: texts wanted per picture, at most `num_beams`.
+
+    Returns:
+        per picture at most `num_return` different texts (fewer where the vocabulary allows no
+        more), best first; unfinished ones only after all finished ones.
+    """
+    _check_at_least("max_len", max_len, 1)
+    _check_at_least("num_beams", num_beams, 1)
+    _check_at_least("length_penalty", length_penalty, 0)
+    if not 1 <= num_return <= num_beams:
+        raise ValueError(f"num_return must be 1 to num_beams={num_beams}, got {num_return}")
+    finished: list[list[Hypothesis]] = [[] for _ in range(batch_size)]
+    banned = torch.tensor(banned, dtype=torch.long)
+    rows = torch.arange(batch_size)
+    tokens = torch.full((batch_size,), bos_id)
+    texts = torch.empty(batch_size, 1, 0, dtype=torch.long)  # (B, beams, t)
+    scores = torch.zeros(batch_size, 1)  # (B, beams); -inf where a beam is no more
+    width = torch.full((batch_size,), num_beams)  # beams left per picture
+    for length in range(1, max_len + 1):
+        beams = scores.size(1)
+        logits = step(tokens, rows).float().cpu().index_fill(1, banned, -torch.inf)
+        totals = scores[..., None] + logits.log_softmax(-1).unflatten(0, scores.shape)
+        vocab_size = totals.size(-1)
+        totals = totals.flatten(1)  # (B, beams * V)
+        scores, index = totals.topk(min(num_beams, totals.size(1)), dim=1)
+        parents, new = index // vocab_size, index % vocab_size  # (B, beams)
+        past = texts.gather(1, parents[..., None].expand(-1, -1, texts.size(2)))
+        texts = torch.cat([past, new[..., None]], dim=2)  # (B, beams, t)
+
+        alive = (torch.arange(scores.size(1)) < width[:, None]) & scores.isfinite()
+        ended = alive & (new == eos_id)
+        for picture, beam in ended.nonzero().tolist():
+            score = scores[picture, beam].item() / length**length_penalty
+            text = texts[picture, beam, :-1].tolist()
+            finished[picture].append(Hypothesis(text, score, True))
+        width = width - ended.sum(1)
+        scores = scores.masked_fill(~alive | ended, -torch.inf)
+        reachable = scores.amax(1) / max_len**length_penalty
+        stopped = (width == 0) | (reachable <= _nth_best(finished, num_return))
+        scores = scores.masked_fill(stopped[:, None], -torch.inf)
+        if not scores.isfinite().any():
+            break
+        first_rows = torch.arange(batch_size)[:, None] * beams  # of each picture, in the last call
+        rows, tokens = (first_rows + parents).flatten(), new.flatten()
+    for picture, found in enumerate(finished):
+        found.sort(key=lambda hypothesis: -hypothesis.score)
+        for text, total in zip(texts[picture].tolist(), scores[picture].tolist()):
+            if total > -torch.inf:
+                found.append(Hypothesis(text, total / length**length_penalty, False))
+    return [found[:num_return] for found in finished]
+
+
+def _nth_best(finished: list[list[Hypothesis]], n: int) -> Tensor:
+    """Per picture the score of its n-th best text; -inf where it has fewer."""
+    scores = [sorted((h.score for h in found), reverse=True) for found in finished]
+    return torch.tensor([s[n - 1] if len(s) >= n else -torch.inf for s in scores])
+
+
+def sample(
+    step: Step,
+    batch_size: int,
+    *,
+    bos_id: int,
+    eos_id: int,
+    banned: Sequence[int],
+    max_len: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> list[Hypothesis]:
+    """Draw one text per picture, token by token.
+
+    Args:
+        temperature: divides the logits; 0 always takes the likeliest token (greedy decoding).
+        top_k: draw from the k likeliest tokens (Fan et al., ACL 2018).
+        top_p: draw from the fewest likeliest tokens that together have this probability (nucleus
+            sampling, Holtzman et al., ICLR 2020).
+        generator: source of the random numbers.
+
+    The others are those of `beam_search`. The score is the mean log-probability per token, under
+    the model's own distribution, as that of `beam_search` with its default penalty.
+    """
+    _check_at_least("max_len", max_len, 1)
+    _check_at_least("temperature", temperature, 0)
+    if top_k is not None:
+        _check_at_least("top_k", top_k, 1)
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+    banned = torch.tensor(banned, dtype=torch.long)
+    rows = torch.arange(batch_size)
+    tokens = torch.full((batch_size,), bos_id)
+    texts = torch.empty(batch_size, 0, dtype=torch.long)  # (B, t)
+    totals = torch.zeros(batch_size)
+    ended = torch.zeros(batch_size, dtype=torch.bool)
+    lengths = torch.zeros(batch_size)
+    while texts.size(1) < max_len and not ended.all():
+        logits = step(tokens, rows).float().cpu().index_fill(1, banned, -torch.inf)
+        logprobs = logits.log_softmax(-1)
+        if temperature == 0:
+            tokens = logprobs.argmax(-1)
+        else:
+            kept = keep_likeliest(logprobs / temperature, top_k, top_p)
+            tokens = torch.multinomial(kept.softmax(-1), 1, generator=generator).squeeze(1)
+        picked = logprobs.gather(1, tokens[:, None]).squeeze(1)
+        totals += picked.masked_fill(ended, 0.0)
+        lengths += ~ended
+        texts = torch.cat([texts, tokens[:, None]], dim=1)
+        ended = ended | (tokens == eos_id)
+    return [
+        Hypothesis(text[: int(length) - int(end)], total / max(length, 1), end)
+        for text, length, total, end in zip(
+            texts.tolist(), lengths.tolist(), totals.tolist(), ended.tolist()
+        )
+    ]
+
+
+def keep_likeliest(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """Logits (R, V) with all but the likeliest at -inf; the likeliest of a row always stays."""
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.size(-1)), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if top_p is not None:
+        ordered, index = logits.sort(dim=-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1).roll(1, dims=-1)  # probability of all likelier ones
+        before[:, 0] = 0.0
+        drop = torch.zeros_like(logits, dtype=torch.bool).scatter(1, index, before >= top_p)
+        logits = logits.masked_fill(drop, -torch.inf)
+    return logits
+
+
+def _check_at_least(name: str, value: float, least: int) -> None:
+    if not value >= least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a caption, with the white space before it.
+
+    Args:
+        text: the characters `start` to `end` of the caption.
+        start, end: where it stands in the caption, in characters.
+        logprob: log-probability of its tokens together.
+    """
+
+    text: str
+    start: int
+    end: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Caption:
+    """A caption, and where the model looked for each of its words.
+
+    Args:
+        text: the caption; the words' texts joined.
+        words: its words, in order.
+        layer_attention: (words, L, H, gh, gw) cross-attention that wrote each word, the mean over
+            its tokens.
+        attention: (words, gh, gw) the map that is shown for each word; it sums to 1.
+        score: see `beam_search`.
+        finished: whether the end token was reached.
+        image: the upright original picture.
+        geometry: the way from the model's input back to the picture.
+    """
+
+    text: str
+    words: tuple[Word, ...]
+    layer_attention: Tensor
+    attention: Tensor
+    score: float
+    finished: bool
+    image: Image.Image
+    geometry: Geometry
+
+    def select(self, layer: int | None = None, head: int | None = None) -> "Caption":
+        """The same caption shown by one layer or head; the mean over all of them where omitted."""
+        maps = self.layer_attention
+        maps = maps.mean(1) if layer is None else maps[:, layer]  # (words, H, gh, gw)
+        maps = maps.mean(1) if head is None else maps[:, head]
+        return replace(self, attention=maps)
+
+    def heatmap(self, word: int) -> np.ndarray:
+        """Map of a word over the original picture: sum 1, NaN where the model saw nothing.
+
+        Returns:
+            (H, W) float array.
+        """
+        density = self.geometry.to_image(self.attention[word])
+        return density / np.nansum(density)
+
+    def overlay(self, word: int, *, opacity: float = 0.6) -> Image.Image:
+        """The picture under the map of a word; all words of the caption share one colour scale."""
+        peak = max(float(np.nanmax(self.heatmap(i))) for i in range(len(self.words)))
+        return visualization.overlay(self.image, self.heatmap(word), peak=peak, opacity=opacity)

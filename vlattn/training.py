@@ -1,0 +1,382 @@
+"""Training a captioner: one straight line from a data set to a model folder, on `accelerate`.
+
+B pictures, K real tokens of a batch, V vocabulary.
+"""
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from vlattn import metrics
+from vlattn.captioner import Captioner, CaptionerConfig, option
+from vlattn.data.dataset import Batch, CaptionDataset, collate, epoch_batches
+from vlattn.data.layouts import DataError, Record, read_records
+from vlattn.evaluation import encode_pictures, write_captions
+from vlattn.files import write_aside
+from vlattn.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What to train, on what, and how; each setting is a flag of `vlattn train` too.
+
+    A run folder `out` holds the best model by its dev score, `train.json` with these settings,
+    `checkpoints/` to continue from, and `tensorboard/`.
+    """
+
+    data: str = option("", "data set: a folder, a table, or 'scenes'")
+    out: str = option("", "run folder, which becomes the model folder")
+    layout: str = option("auto", "layout of the data set; found by looking")
+    image_column: str | None = option(None, "column of a table that names the picture")
+    caption_column: str | None = option(None, "column of a table that holds the caption")
+    captioner: CaptionerConfig = field(default_factory=CaptionerConfig)
+    encoder_weights: str | None = option(None, "safetensors file of a timm encoder's weights")
+    pretrained: bool = option(False, "load timm's weights of the encoder from the hub")
+    tokenizer: Literal["bpe", "unigram", "word"] = option("bpe", "kind of the vocabulary")
+    vocab_size: int = option(8000, "most tokens of the vocabulary")
+    min_frequency: int = option(2, "how often a word or pair must occur to get a token")
+    lowercase: bool = option(True, "put captions in lower case")
+    epochs: int = option(10, "passes over the training pictures")
+    max_steps: int | None = option(None, "stop after so many optimiser steps instead")
+    batch_size: int = option(32, "pictures of a batch")
+    accumulation: int = option(1, "batches of an optimiser step")
+    captions_per_image: int = option(5, "of a picture with more captions, the first so many")
+    learning_rate: float = option(1e-3, "highest rate, reached after the warm-up")
+    warmup_steps: int = option(300, "steps over which the rate grows from zero")
+    weight_decay: float = option(0.05, "of AdamW")
+    clip_norm: float = option(1.0, "longest gradient")
+    label_smoothing: float = option(0.1, "share of the target spread over all tokens")
+    average_decay: float = option(0.998, "decay of the moving average of the weights")
+    eval_every: int = option(1, "epochs between evaluations on the dev split")
+    checkpoint_every: int = option(200, "steps between checkpoints")
+    num_workers: int = option(0, "processes that decode pictures ahead")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = option(
+        "auto", "of the matrix products; auto: the fastest that the machine has"
+    )
+    seed: int = option(0, "of all random numbers")
+    resume: Literal["auto"] | None = option(None, "'auto' continues what is in the run folder")
+
+    def __post_init__(self):
+        for name in ("data", "out"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must be given")
+        for name in ("epochs", "batch_size", "accumulation", "eval_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass
+class _Progress:
+    """Where a run stands; saved with each checkpoint."""
+
+    step: int = 0
+    best: float = -math.inf
+
+
+def train(config: TrainConfig) -> Captioner:
+    """Train a captioner, and leave the best one by its dev score in `config.out`.
+
+    Killed at any moment, the same call with `resume="auto"` ends as if it had not been.
+
+    Raises:
+        ValueError: the data or a setting is of no use; the message says which and why.
+    """
+    out = Path(config.out)
+    resuming = _open_run(config, out)
+    accelerator = Accelerator(mixed_precision=_precision(config.precision))
+    set_seed(config.seed)
+
+    records, report = read_records(
+        config.data,
+        config.layout,
+        image_column=config.image_column,
+        caption_column=config.caption_column,
+    )
+    print(report, flush=True)
+    train_records = [r for r in records if r.split == "train"]
+    dev_records = [r for r in records if r.split == "dev"]
+    if not train_records:
+        raise DataError(f"{config.data} has no pictures to train on")
+    captioner = _build(config, out, train_records, resuming)
+
+    data = _dataset(config, captioner, train_records)
+    dev = _dataset(config, captioner, dev_records)
+    if data.truncated:
+        limit = captioner.config.max_len
+        print(f"cut {data.truncated:,} captions at max_len={limit} tokens", flush=True)
+    if getattr(captioner.encoder, "frozen", False):
+        captioner.to(accelerator.device)
+        for dataset, name in ((data, "train"), (dev, "dev")):
+            path = out / "features" / f"{name}.npy"
+            dataset.features = encode_pictures(
+                captioner, dataset, path, num_workers=config.num_workers
+            )
+    usable = _usable(data)
+
+    learned = [p for p in captioner.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in learned if p.dim() > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in learned if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=config.learning_rate,
+        betas=(0.9, 0.98),
+    )
+    model, optimizer = accelerator.prepare(captioner, optimizer)
+    averaged = AveragedModel(captioner, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
+    accelerator.register_for_checkpointing(averaged)
+    progress = _restore(accelerator, out) if resuming else _Progress()
+
+    steps_per_epoch = math.ceil(math.ceil(len(usable) / config.batch_size) / config.accumulation)
+    total_steps = config.max_steps or config.epochs * steps_per_epoch
+    eval_steps = config.eval_every * steps_per_epoch
+    board = SummaryWriter(str(out / "tensorboard"), purge_step=progress.step)
+    bar = tqdm(total=total_steps, initial=progress.step, desc="training", unit="step")
+    with board, bar:
+        for window in _windows(data, usable, config, steps_per_epoch, progress.step):
+            if progress.step >= total_steps:
+                break
+            started = time.perf_counter()
+            rate = config.learning_rate * _schedule(progress.step, total_steps, config.warmup_steps)
+            loss = _train_step(accelerator, model, optimizer, window, rate, config)
+            averaged.update_parameters(captioner)
+            progress.step += 1
+
+            board.add_scalar("train/loss", loss, progress.step)
+            board.add_scalar("train/learning_rate", rate, progress.step)
+            captions = sum(int(batch.packed.segments.amax(1).sum()) for batch in window)
+            speed = captions / (time.perf_counter() - started)
+            bar.set_postfix_str(f"loss {loss:.3f}, rate {rate:.1e}, {speed:.0f} captions/s", False)
+            bar.update()
+            for reason in (reason for batch in window for reason in batch.skipped):
+                bar.write(f"skipped: {reason}")
+
+            last = progress.step == total_steps
+            if progress.step % eval_steps == 0 or last:
+                score = _evaluate(averaged.module, dev, board, progress.step)
+                if score > progress.best or not (out / "model.safetensors").exists():
+                    progress.best = score
+                    averaged.module.save_pretrained(out)
+            if progress.step % config.checkpoint_every == 0 or last:
+                _save_checkpoint(accelerator, out, progress)
+    shutil.rmtree(out / "features", ignore_errors=True)
+    return Captioner.from_pretrained(out)
+
+
+def _open_run(config: TrainConfig, out: Path) -> bool:
+    """Make the run folder with its settings, or check those of the run that is there."""
+    settings = asdict(config) | {"resume": None}
+    file = out / "train.json"
+    if config.resume == "auto" and file.is_file():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        now = json.loads(json.dumps(settings))
+        changed = sorted(key for key in kept.keys() | now.keys() if kept.get(key) != now.get(key))
+        if changed:
+            raise ValueError(
+                f"{out} was started with other settings of {', '.join(changed)}: resume with the "
+                "same, or choose another folder"
+            )
+        return True
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(
+            f"{out} is not empty: choose another folder, or continue the run that is there with "
+            "--resume auto"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    with write_aside(file) as path:
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return False
+
+
+def _precision(wanted: str) -> str:
+    """The `mixed_precision` of accelerate; "auto" measures whether bfloat16 is faster here."""
+    if wanted != "auto":
+        return "no" if wanted == "fp32" else wanted
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        left, right = torch.ones(256, 384, dtype=dtype), torch.ones(384, 384, dtype=dtype)
+        runs = []
+        for _ in range(4):
+            start = time.perf_counter()
+            left @ right
+            runs.append(time.perf_counter() - start)
+        seconds[dtype] = min(runs)
+    return "bf16" if seconds[torch.bfloat16] < 0.7 * seconds[torch.float32] else "no"
+
+
+def _build(config: TrainConfig, out: Path, records: list[Record], resuming: bool) -> Captioner:
+    file = out / "tokenizer.json"
+    if resuming and file.is_file():
+        tokenizer = Tokenizer.load(file)
+    else:
+        tokenizer = Tokenizer.train(
+            (caption for record in records for caption in record.captions),
+            kind=config.tokenizer,
+            vocab_size=config.vocab_size,
+            min_frequency=config.min_frequency,
+            lowercase=config.lowercase,
+        )
+        tokenizer.save(file)
+    captioner = Captioner(config.captioner, tokenizer, pretrained=config.pretrained)
+    if config.encoder_weights is not None:
+        captioner.encoder.load_weights(config.encoder_weights)
+    return captioner
+
+
+def _dataset(config: TrainConfig, captioner: Captioner, records: list[Record]) -> CaptionDataset:
+    return CaptionDataset(
+        records,
+        captioner.tokenizer,
+        captioner.preprocess,
+        max_len=captioner.config.max_len,
+        captions_per_image=config.captions_per_image,
+    )
+
+
+def _usable(data: CaptionDataset) -> list[int]:
+    """The records whose pictures could be read, as far as that is known."""
+    if data.features is None:
+        return list(range(len(data)))
+    usable = [i for i in range(len(data)) if not np.isnan(data.features[i, 0, 0])]
+    if not usable:
+        raise DataError("none of the pictures to train on could be read")
+    return usable
+
+
+def _windows(
+    data: CaptionDataset, usable: list[int], config: TrainConfig, steps_per_epoch: int, step: int
+) -> Iterator[list[Batch]]:
+    """The batches of each optimiser step from `step` on, without end."""
+    lengths = [data.lengths[i] for i in usable]
+    epoch, done = divmod(step, steps_per_epoch)
+    while True:
+        order = epoch_batches(lengths, config.batch_size, seed=config.seed, epoch=epoch)
+        batches = iter(
+            DataLoader(
+                data,
+                batch_sampler=[
+                    [usable[i] for i in batch] for batch in order[done * config.accumulation :]
+                ],
+                collate_fn=collate,
+                num_workers=config.num_workers,
+                generator=torch.Generator(),  # the global random numbers stay as they are
+            )
+        )
+        while window := list(islice(batches, config.accumulation)):
+            yield window
+        epoch, done = epoch + 1, 0
+
+
+def _schedule(step: int, total_steps: int, warmup_steps: int) -> float:
+    """Share of the highest rate: linear warm-up, then half a cosine to zero."""
+    warmup_steps = min(warmup_steps, total_steps // 5)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / (total_steps - warmup_steps)))
+
+
+def _train_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    window: list[Batch],
+    rate: float,
+    config: TrainConfig,
+) -> float:
+    """One step; the loss is the mean over the real target tokens of the whole window."""
+    model.train()
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    num_targets = max(1, sum(batch.targets.numel() for batch in window))
+    total = 0.0
+    for batch in window:
+        if batch.targets.numel() == 0:
+            continue
+        batch = batch.to(accelerator.device)
+        logits = model(batch.images, batch.packed)
+        loss = token_loss(logits, batch.targets, config.label_smoothing) / num_targets
+        accelerator.backward(loss)
+        total += loss.item()
+    if not math.isfinite(total):
+        raise ValueError(
+            f"the loss became {total}: lower learning_rate={config.learning_rate}; the last "
+            "checkpoint and the best model are kept"
+        )
+    accelerator.clip_grad_norm_(model.parameters(), config.clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
+    """Cross-entropy, summed over the K real tokens: logits (K, V), targets (K,)."""
+    return F.cross_entropy(
+        logits.float(), targets, label_smoothing=label_smoothing, reduction="sum"
+    )
+
+
+def _evaluate(captioner: Captioner, dev: CaptionDataset, board: SummaryWriter, step: int) -> float:
+    """CIDEr on the dev split, of greedy captions; BLEU-4 where CIDEr is not defined."""
+    if not len(dev):
+        return 0.0
+    written = write_captions(captioner.eval(), dev, num_beams=1)
+    references = {r.name: list(r.captions) for r in dev.records if r.name in written}
+    if not written:
+        return 0.0
+    scores = metrics.score(written, references)
+    tqdm.write(f"step {step}: dev {scores}")
+    board.add_scalar("dev/cider", scores.cider, step)
+    board.add_scalar("dev/bleu_4", scores.bleu[3], step)
+    return scores.bleu[3] if math.isnan(scores.cider) else scores.cider
+
+
+def _save_checkpoint(accelerator: Accelerator, out: Path, progress: _Progress) -> None:
+    """Written aside, then renamed; the one before it is kept too, in case this one breaks."""
+    folder = out / "checkpoints"
+    aside, final = folder / ".writing", folder / f"step-{progress.step}"
+    shutil.rmtree(aside, ignore_errors=True)
+    accelerator.save_state(str(aside))
+    (aside / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
+    shutil.rmtree(final, ignore_errors=True)
+    aside.rename(final)
+    for old in _checkpoints(out)[2:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _checkpoints(out: Path) -> list[Path]:
+    """Checkpoints, the newest first."""
+    found = (out / "checkpoints").glob("step-*")
+    return sorted(found, key=lambda path: -int(path.name.removeprefix("step-")))
+
+
+def _restore(accelerator: Accelerator, out: Path) -> _Progress:
+    """Continue from the newest checkpoint that loads; from the start where there is none."""
+    for folder in _checkpoints(out):
+        try:
+            progress = _Progress(**json.loads((folder / "progress.json").read_text()))
+            accelerator.load_state(str(folder))
+        except Exception as error:  # a damaged file raises anything
+            print(f"cannot continue from {folder} ({error}): trying the one before", flush=True)
+        else:
+            print(f"continuing from {folder}", flush=True)
+            return progress
+    return _Progress()
