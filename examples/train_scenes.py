@@ -42,7 +42,7 @@ def main() -> int:
         print(f"{split}, {len(records)} images: {share}  {scores}")
 
     # 3. Look: one row per picture, and the region of each word.
-    pictures = [record.image for record in scenes("test")[:6]]
+    pictures = [record.image for record in scenes("test", count=6)]
     sheet = Path(known.out) / "words.png"
     contact_sheet(captioner.caption(pictures)).save(sheet)
     print(f"the words and their regions are in {sheet}")

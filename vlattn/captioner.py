@@ -65,6 +65,13 @@ class CaptionerConfig:
     dropout: float = option(0.1, "on the decoder's residual branches and the memory")
     attention_dropout: float = option(0.0, "on the weights of cross-attention")
 
+    def __post_init__(self):
+        for name in ("encoder_dim", "encoder_depth", "dim", "depth", "mlp_ratio", "max_len"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.num_registers < 0:
+            raise ValueError(f"num_registers must be at least 0, got {self.num_registers}")
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "CaptionerConfig":
         """The inverse of `dataclasses.asdict` through JSON.
@@ -201,17 +208,19 @@ class Captioner(nn.Module):
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        num_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> list[list[Hypothesis]]:
         """Write texts about encoded pictures: beam search, or sampling where `temperature` is set.
 
         Args:
             max_len: most tokens of a text; at most what the decoder's positions allow.
+            num_samples: texts drawn per picture.
 
         Other arguments are those of `beam_search` and `sample`.
 
         Returns:
-            per picture the texts found, best first; one where sampled.
+            per picture the texts found, best first, or the texts drawn.
         """
         if temperature is None and (top_k is not None or top_p is not None):
             raise ValueError("top_k and top_p are for sampling: set temperature too")
@@ -241,14 +250,14 @@ class Captioner(nn.Module):
                 )
             drawn = sample(
                 step,
-                len(features.tokens),
+                len(features.tokens) * num_samples,
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
                 generator=generator,
                 **common,
             )
-            return [[text] for text in drawn]
+            return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
 
     def caption(
         self,
@@ -297,12 +306,15 @@ class Captioner(nn.Module):
         """Where the model looks for each word of a given text, and how likely it finds them.
 
         Raises:
-            ValueError: the text has no words, or more tokens than the decoder has places for.
+            ValueError: the text has no word that the tokenizer knows, or more tokens than the
+                decoder has places for.
         """
         tokens = self.tokenizer.encode(text)
         limit = self.config.max_len - 1
-        if not 1 <= len(tokens) <= limit:
-            raise ValueError(f"text must have 1 to {limit} tokens, got {len(tokens)}")
+        if not self.tokenizer.words(tokens):
+            raise ValueError(f"text must have a word of the vocabulary, got {text!r}")
+        if len(tokens) > limit:
+            raise ValueError(f"text must have at most {limit} tokens, got {len(tokens)}")
         picture = open_image(image)
         features, geometries = self._encode_pictures([picture])
         given = Hypothesis(tokens, None, True)
@@ -324,7 +336,7 @@ class Captioner(nn.Module):
     ) -> list[Caption]:
         """One teacher-forced pass over the texts gives each word's log-probability and maps."""
         bos, eos, pad = self.tokenizer.bos_id, self.tokenizer.eos_id, self.tokenizer.pad_id
-        rows = [[bos, *text.tokens, eos] for text in texts]
+        rows = [[bos, *text.tokens] + [eos] * text.finished for text in texts]
         longest = max(map(len, rows))
         tokens = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])  # (R, T + 1)
         with self._evaluating():
@@ -393,7 +405,7 @@ class Captioner(nn.Module):
             captioner = cls(config, Tokenizer.load(folder / "tokenizer.json"))
             captioner.preprocess = preprocess
             captioner.load_state_dict(load_file(folder / "model.safetensors"))
-        except (ValueError, TypeError, SafetensorError, RuntimeError) as error:
+        except (ValueError, TypeError, AttributeError, SafetensorError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"cannot load {source}: {reason[:300]}") from error
         return captioner.eval()

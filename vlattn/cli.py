@@ -8,9 +8,10 @@ import json
 import sys
 import types
 import typing
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from vlattn import metrics
 from vlattn.captioner import Captioner, CaptionerConfig
@@ -24,9 +25,9 @@ from vlattn.training import TrainConfig, train
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; the result is the exit status."""
-    arguments = vars(_parser().parse_args(argv))
-    run = arguments.pop("run")
     try:
+        arguments = vars(_parser().parse_args(argv))
+        run = arguments.pop("run")
         return run(**arguments) or 0
     except (ValueError, OSError) as error:
         print(f"vlattn: {' '.join(str(error).split())}", file=sys.stderr)
@@ -41,8 +42,15 @@ def train_main(argv: list[str] | None = None) -> int:
     return main(["train", *(sys.argv[1:] if argv is None else argv)])
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="vlattn", description="Captioners whose words point at regions of the picture."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -118,30 +126,45 @@ def _add_settings(group: Any, config: type) -> None:
 
 
 def _train(config: str | None = None, **flags: Any) -> None:
-    settings = _read_settings(Path(config)) if config else {}
-    sizes = settings.pop("captioner", {})
-    names = {field.name for field in fields(CaptionerConfig)}
-    for name, value in flags.items():
-        (sizes if name in names else settings)[name] = value
-    unknown = sorted(settings.keys() - {field.name for field in fields(TrainConfig)})
-    if unknown:
-        raise ValueError(f"{config}: unknown setting {', '.join(unknown)}")
+    if config is not None:
+        flags = _read_settings(Path(config)) | flags
     for name in ("data", "out"):
-        if name not in settings:
+        if name not in flags:
             raise ValueError(f"--{name} must be given")
-    settings["captioner"] = CaptionerConfig.from_dict(sizes)
-    train(TrainConfig(**settings))
-    print(f"the model is in {settings['out']}")
+    sizes = {f.name: flags.pop(f.name) for f in fields(CaptionerConfig) if f.name in flags}
+    train(TrainConfig(captioner=CaptionerConfig.from_dict(sizes), **flags))
+    print(f"the model is in {flags['out']}")
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a JSON file, put as flags and parsed, so that they are checked like these."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} must hold one JSON object")
-    return settings
+    sizes = settings.pop("captioner", {}) if isinstance(settings, dict) else None
+    if not isinstance(sizes, dict):
+        raise ValueError(f"{path} must hold one JSON object, and so must its captioner")
+    unknown = [
+        *sorted(settings.keys() - {field.name for field in fields(TrainConfig)}),
+        *sorted(sizes.keys() - {field.name for field in fields(CaptionerConfig)}),
+    ]
+    if unknown:
+        raise ValueError(f"{path}: unknown setting {', '.join(unknown)}")
+    arguments = ["train"]
+    for name, value in (settings | sizes).items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            arguments += [flag, *map(str, value)]
+        elif value is not None:
+            arguments.append(f"{flag}={value}")
+    try:
+        parsed = vars(_parser().parse_args(arguments))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return {name: value for name, value in parsed.items() if name not in ("run", "config")}
 
 
 def _evaluate(
@@ -156,6 +179,8 @@ def _evaluate(
         chosen, captioner.tokenizer, captioner.preprocess, max_len=captioner.config.max_len
     )
     written = write_captions(captioner, dataset, **generation)
+    if not written:
+        raise DataError(f"none of the pictures of split {split!r} could be read")
     references = {r.name: list(r.captions) for r in chosen if r.name in written}
     scores = metrics.score(written, references)
     print(f"{split}, {len(written):,} images: {scores}")
@@ -179,6 +204,7 @@ def _caption(
 ) -> int:
     captioner = Captioner.from_pretrained(model)
     failed = False
+    stems = Counter()
     for image in images:
         try:
             (caption,) = captioner.caption([image], **generation)
@@ -188,7 +214,10 @@ def _caption(
             continue
         print(_as_json(image, caption) if as_json else f"{image}: {caption.text}", flush=True)
         if overlay is not None:
-            _write_overlays(Path(overlay), Path(image).stem, caption)
+            stem = Path(image).stem
+            stems[stem] += 1  # pictures of one name, in two folders
+            name = stem if stems[stem] == 1 else f"{stem}~{stems[stem]}"
+            _write_overlays(Path(overlay), name, caption)
     return 2 if failed else 0
 
 
@@ -209,11 +238,11 @@ def _as_json(image: str, caption: Any) -> str:
     )
 
 
-def _write_overlays(folder: Path, stem: str, caption: Any) -> None:
+def _write_overlays(folder: Path, picture: str, caption: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for i, word in enumerate(caption.words):
         plain = "".join(char for char in word.text if char.isalnum()) or "sign"
-        caption.overlay(i).save(folder / f"{stem}-{i + 1:02}-{plain}.png")
+        caption.overlay(i).save(folder / f"{picture}-{i + 1:02}-{plain[:40]}.png")
 
 
 def _demo(model: str, host: str, port: int) -> None:

@@ -122,10 +122,17 @@ class DecoderBlock(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """All captions of a picture read its one memory: their queries stand in one row."""
         rows, num_tokens, dim = x.shape
-        query = x.reshape(memory.key.size(0), -1, dim)  # (B, C * T, D)
+        num_images = memory.key.size(0)
+        num_captions, rest = divmod(rows, max(num_images, 1))
+        if rest:
+            raise ValueError(
+                f"rows of tokens must be a multiple of the {num_images} pictures in the cache, "
+                f"got {rows}"
+            )
+        query = x.reshape(num_images, num_captions * num_tokens, dim)  # (B, C * T, D)
         output, weights = self.cross_attn.attend(query, memory, need_weights=need_weights)
         if weights is not None:
-            weights = weights.unflatten(2, (-1, num_tokens))  # (B, H, C, T, N)
+            weights = weights.unflatten(2, (num_captions, num_tokens))  # (B, H, C, T, N)
             weights = weights.transpose(1, 2).flatten(0, 1)  # (R, H, T, N)
         return output.reshape(rows, num_tokens, dim), weights
 
@@ -170,6 +177,11 @@ class TextDecoder(nn.Module):
         self.embed = nn.Embedding(vocab_size, dim)
         nn.init.normal_(self.embed.weight, std=dim**-0.5)
         rotary = positions == "rotary"
+        if rotary and dim // num_heads % 2:
+            raise ValueError(
+                "rotary positions need an even size of one head, "
+                f"got dim={dim}, num_heads={num_heads}"
+            )
         self.positions = None if rotary else nn.Parameter(0.02 * torch.randn(max_len, dim))
         self.blocks = nn.ModuleList(
             DecoderBlock(

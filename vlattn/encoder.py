@@ -80,8 +80,8 @@ class PatchPositions(nn.Module):
     def __init__(self, grid_size: tuple[int, int], dim: int, *, learned: bool = True):
         super().__init__()
         self.grid_size = grid_size
-        start = sine_positions(grid_size, dim)
-        self.table = nn.Parameter(0.02 * torch.randn_like(start)) if learned else None
+        num_patches = grid_size[0] * grid_size[1]
+        self.table = nn.Parameter(0.02 * torch.randn(num_patches, dim)) if learned else None
 
     def forward(self, features: PatchFeatures) -> Tensor:
         """(B, N, D) tokens with their positions."""
@@ -180,7 +180,7 @@ class TimmEncoder(nn.Module):
         image_size: (S_h, S_w); the model's own where omitted.
 
     Raises:
-        ValueError: timm has no such model.
+        ValueError: timm has no such model, or `image_size` does not suit it.
     """
 
     def __init__(
@@ -202,16 +202,33 @@ class TimmEncoder(nn.Module):
         self.mean, self.std = tuple(settings["mean"]), tuple(settings["std"])
         own_size = tuple(settings["input_size"][-2:])
         self.image_size = own_size if image_size is None else tuple(image_size)
-        if self.image_size != own_size and hasattr(self.model, "set_input_size"):
-            self.model.set_input_size(img_size=self.image_size)
-        self.model.requires_grad_(not frozen).to(memory_format=torch.channels_last)
-        with torch.no_grad():
-            probe = self.model.eval().forward_features(torch.zeros(1, 3, *self.image_size))
-            # forward_intermediates leaves out the last convolution that some networks have.
-            self._convolutional = probe.dim() == 4 and probe.size(1) == self.model.num_features
-            features = self(torch.zeros(1, 3, *self.image_size))
-        self.train(self.training)
+        try:
+            if self.image_size != own_size and hasattr(self.model, "set_input_size"):
+                self.model.set_input_size(img_size=self.image_size)
+            features = self._probe()
+        except (AssertionError, RuntimeError) as error:
+            raise ValueError(
+                f"image_size {self.image_size} does not suit timm:{name}: {error}"
+            ) from error
         self.dim, self.grid_size = features.tokens.size(-1), features.grid_size
+        patch_size = self.model.feature_info[-1]["reduction"]
+        seen = tuple(patch_size * cells for cells in self.grid_size)
+        if self.image_size != own_size and any(a < b for a, b in zip(seen, self.image_size)):
+            raise ValueError(
+                f"image_size {self.image_size} does not suit timm:{name}: its patches of "
+                f"{patch_size} pixels cover {seen}"
+            )
+        self.model.requires_grad_(not frozen).to(memory_format=torch.channels_last)
+        self.train(self.training)
+
+    @torch.no_grad()
+    def _probe(self) -> PatchFeatures:
+        """What a blank picture gives, and whether the model is a convolutional network."""
+        pixels = torch.zeros(1, 3, *self.image_size)
+        features = self.model.eval().forward_features(pixels)
+        # forward_intermediates leaves out the last convolution that some networks have.
+        self._convolutional = features.dim() == 4 and features.size(1) == self.model.num_features
+        return self(pixels)
 
     def train(self, mode: bool = True) -> "TimmEncoder":
         super().train(mode)
@@ -242,10 +259,12 @@ class TimmEncoder(nn.Module):
             tensors = load_file(path)
             missing, foreign = self.model.load_state_dict(tensors, strict=False)
         except (OSError, SafetensorError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[-1].strip()
             raise ValueError(f"cannot load encoder weights from {path}: {reason}") from error
-        classifier = tuple(self.model.pretrained_cfg.get("classifier", ()))
-        foreign = [name for name in foreign if name.split(".")[0] not in classifier]
+        classifier = self.model.pretrained_cfg.get("classifier") or ()
+        classifier = (classifier,) if isinstance(classifier, str) else classifier
+        heads = tuple(f"{name}." for name in classifier)
+        foreign = [name for name in foreign if not name.startswith(heads)]
         if missing or foreign:
             raise ValueError(
                 f"encoder weights {path} do not fit {self.name}: {len(missing)} tensors missing, "

@@ -55,6 +55,7 @@ def encode_pictures(
         (pictures, N, D) float16, read in place from `path`; NaN where a picture is unreadable.
     """
     if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
         rows, columns = captioner.encoder.grid_size
         shape = (len(dataset), rows * columns, captioner.encoder.dim)
         with write_aside(path) as aside:

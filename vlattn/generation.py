@@ -3,6 +3,7 @@
 B pictures, K beams, V vocabulary, L layers, H heads, gh, gw grid of patches.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -54,7 +55,7 @@ def beam_search(
         banned: tokens that are never written.
         max_len: most tokens of a text, its end token counted.
         num_beams: beams per picture, K.
-        length_penalty: at least 0.
+        length_penalty: 0 to 10.
         num_return: texts wanted per picture, at most `num_beams`.
 
     Returns:
@@ -63,7 +64,8 @@ def beam_search(
     """
     _check_at_least("max_len", max_len, 1)
     _check_at_least("num_beams", num_beams, 1)
-    _check_at_least("length_penalty", length_penalty, 0)
+    if not 0 <= length_penalty <= 10:  # a power of the length: more goes past what floats hold
+        raise ValueError(f"length_penalty must be 0 to 10, got {length_penalty}")
     if not 1 <= num_return <= num_beams:
         raise ValueError(f"num_return must be 1 to num_beams={num_beams}, got {num_return}")
     finished: list[list[Hypothesis]] = [[] for _ in range(batch_size)]
@@ -75,8 +77,8 @@ def beam_search(
     width = torch.full((batch_size,), num_beams)  # beams left per picture
     for length in range(1, max_len + 1):
         beams = scores.size(1)
-        logits = step(tokens, rows).float().cpu().index_fill(1, banned, -torch.inf)
-        totals = scores[..., None] + logits.log_softmax(-1).unflatten(0, scores.shape)
+        logprobs = _logprobs(step(tokens, rows), banned)
+        totals = scores[..., None] + logprobs.unflatten(0, scores.shape)
         vocab_size = totals.size(-1)
         totals = totals.flatten(1)  # (B, beams * V)
         scores, index = totals.topk(min(num_beams, totals.size(1)), dim=1)
@@ -92,7 +94,7 @@ def beam_search(
             finished[picture].append(Hypothesis(text, score, True))
         width = width - ended.sum(1)
         scores = scores.masked_fill(~alive | ended, -torch.inf)
-        reachable = scores.amax(1) / max_len**length_penalty
+        reachable = scores.amax(1) / float(max_len) ** length_penalty
         stopped = (width == 0) | (reachable <= _nth_best(finished, num_return))
         scores = scores.masked_fill(stopped[:, None], -torch.inf)
         if not scores.isfinite().any():
@@ -139,7 +141,8 @@ def sample(
     the model's own distribution, as that of `beam_search` with its default penalty.
     """
     _check_at_least("max_len", max_len, 1)
-    _check_at_least("temperature", temperature, 0)
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
     if top_k is not None:
         _check_at_least("top_k", top_k, 1)
     if top_p is not None and not 0 < top_p <= 1:
@@ -152,12 +155,12 @@ def sample(
     ended = torch.zeros(batch_size, dtype=torch.bool)
     lengths = torch.zeros(batch_size)
     while texts.size(1) < max_len and not ended.all():
-        logits = step(tokens, rows).float().cpu().index_fill(1, banned, -torch.inf)
-        logprobs = logits.log_softmax(-1)
+        logprobs = _logprobs(step(tokens, rows), banned)
         if temperature == 0:
             tokens = logprobs.argmax(-1)
         else:
-            kept = keep_likeliest(logprobs / temperature, top_k, top_p)
+            behind = (logprobs - logprobs.amax(-1, keepdim=True)).double()  # 0 for the likeliest
+            kept = keep_likeliest(behind / temperature, top_k, top_p)
             tokens = torch.multinomial(kept.softmax(-1), 1, generator=generator).squeeze(1)
         picked = logprobs.gather(1, tokens[:, None]).squeeze(1)
         totals += picked.masked_fill(ended, 0.0)
@@ -172,12 +175,20 @@ def sample(
     ]
 
 
+def _logprobs(logits: Tensor, banned: Tensor) -> Tensor:
+    """(R, V) under the model's own distribution, and -inf for banned tokens."""
+    logprobs = logits.float().cpu().log_softmax(-1)
+    if logprobs.isnan().any():
+        raise ValueError("the model's logits are NaN or infinite: so are its weights or its input")
+    return logprobs.index_fill(1, banned, -torch.inf)
+
+
 def keep_likeliest(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
     """Logits (R, V) with all but the likeliest at -inf; the likeliest of a row always stays."""
     if top_k is not None:
         least = logits.topk(min(top_k, logits.size(-1)), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    if top_p is not None:
+    if top_p is not None and top_p < 1:
         ordered, index = logits.sort(dim=-1, descending=True)
         before = ordered.softmax(-1).cumsum(-1).roll(1, dims=-1)  # probability of all likelier ones
         before[:, 0] = 0.0
@@ -234,10 +245,10 @@ class Caption:
 
     def select(self, layer: int | None = None, head: int | None = None) -> "Caption":
         """The same caption shown by one layer or head; the mean over all of them where omitted."""
-        maps = self.layer_attention
-        maps = maps.mean(1) if layer is None else maps[:, layer]  # (words, H, gh, gw)
-        maps = maps.mean(1) if head is None else maps[:, head]
-        return replace(self, attention=maps)
+        maps = self.layer_attention  # (words, L, H, gh, gw)
+        maps = maps if layer is None else maps[:, [layer]]
+        maps = maps if head is None else maps[:, :, [head]]
+        return replace(self, attention=maps.mean((1, 2)))
 
     def heatmap(self, word: int) -> np.ndarray:
         """Map of a word over the original picture: sum 1, NaN where the model saw nothing.

@@ -115,8 +115,12 @@ class _Caption(NamedTuple):
     @classmethod
     def read(cls, text: str) -> "_Caption":
         words = tokenize(text)
-        of_n = (zip(*(words[i:] for i in range(n))) for n in range(1, MAX_N + 1))
-        return cls(words, Counter(chain.from_iterable(of_n)))
+        return cls(words, _ngrams(words))
+
+
+def _ngrams(words: Sequence[str]) -> Counter[tuple[str, ...]]:
+    of_n = (zip(*(words[i:] for i in range(n))) for n in range(1, MAX_N + 1))
+    return Counter(chain.from_iterable(of_n))
 
 
 # ---- BLEU: Papineni et al., "BLEU: a Method for Automatic Evaluation of Machine Translation", 2002
@@ -179,37 +183,54 @@ def _common_length(a: list[str], b: list[str]) -> int:
 # ---- CIDEr-D: Vedantam et al., "CIDEr: Consensus-based Image Description Evaluation", 2015
 
 
-def _cider(read: dict[Hashable, tuple[_Caption, list[_Caption]]]) -> dict[Hashable, float]:
-    """CIDEr-D of each picture; NaN where every n-gram of the references has weight 0."""
-    pictures_with = Counter(
-        ngram
-        for _, references in read.values()
-        for ngram in set().union(*(r.ngrams for r in references))
-    )
-    unseen = math.log(len(read))
-    rarity = {ngram: unseen - math.log(count) for ngram, count in pictures_with.items()}
-    if not any(rarity.values()):
-        return dict.fromkeys(read, math.nan)
+class CiderD:
+    """CIDEr-D of captions against fixed references, whose document frequencies are counted once.
 
-    def weigh(caption: _Caption) -> tuple[list[dict], list[float]]:
-        """For n = 1 to 4, the TF-IDF weights of the n-grams and their norm."""
-        weights = [{} for _ in range(MAX_N)]
-        for ngram, count in caption.ngrams.items():
-            weights[len(ngram) - 1][ngram] = count * rarity.get(ngram, unseen)
-        return weights, [math.sqrt(sum(w * w for w in of_n.values())) for of_n in weights]
+    Args:
+        references: key of the picture -> the words of each of its captions.
+    """
 
-    cider = {}
-    for key, (candidate, references) in read.items():
+    def __init__(self, references: Mapping[Hashable, Sequence[Sequence[str]]]):
+        counted = {key: [_ngrams(words) for words in texts] for key, texts in references.items()}
+        pictures_with = Counter(
+            ngram for texts in counted.values() for ngram in set().union(*texts)
+        )
+        self._unseen = math.log(len(counted))
+        self._rarity = {n: self._unseen - math.log(count) for n, count in pictures_with.items()}
+        self._references = {key: [self._weigh(t) for t in texts] for key, texts in counted.items()}
+
+    @property
+    def is_defined(self) -> bool:
+        """False where every n-gram of the references has weight 0: nothing tells pictures apart."""
+        return any(self._rarity.values())
+
+    def __call__(self, key: Hashable, words: Sequence[str]) -> float:
+        """The score of a caption of one of the pictures."""
         total = 0.0
-        weights, norms = weigh(candidate)
-        for reference in references:
-            delta = max(1, len(candidate.words)) - max(1, len(reference.words))  # of 2-grams
+        weights, norms, length = self._weigh(_ngrams(words))
+        for reference, reference_norms, reference_length in self._references[key]:
+            delta = max(1, length) - max(1, reference_length)  # of 2-grams
             penalty = math.exp(-(delta**2) / (2 * 6.0**2))
-            for a, a_norm, b, b_norm in zip(weights, norms, *weigh(reference)):
+            for a, a_norm, b, b_norm in zip(weights, norms, reference, reference_norms):
                 clipped = sum(min(w, b[ngram]) * b[ngram] for ngram, w in a.items() if ngram in b)
                 total += penalty * clipped / (a_norm * b_norm or 1.0)
-        cider[key] = 10 * total / MAX_N / len(references)
-    return cider
+        return 10 * total / MAX_N / len(self._references[key])
+
+    def _weigh(self, ngrams: Counter[tuple[str, ...]]) -> tuple[list[dict], list[float], int]:
+        """For n = 1 to 4, the TF-IDF weights of the n-grams and their norm; the number of words."""
+        weights = [{} for _ in range(MAX_N)]
+        for ngram, count in ngrams.items():
+            weights[len(ngram) - 1][ngram] = count * self._rarity.get(ngram, self._unseen)
+        norms = [math.sqrt(sum(w * w for w in of_n.values())) for of_n in weights]
+        return weights, norms, sum(c for ngram, c in ngrams.items() if len(ngram) == 1)
+
+
+def _cider(read: dict[Hashable, tuple[_Caption, list[_Caption]]]) -> dict[Hashable, float]:
+    """CIDEr-D of each picture; NaN where it is not defined."""
+    cider = CiderD({key: [r.words for r in references] for key, (_, references) in read.items()})
+    if not cider.is_defined:
+        return dict.fromkeys(read, math.nan)
+    return {key: cider(key, candidate.words) for key, (candidate, _) in read.items()}
 
 
 # ---- Words, as the Penn Treebank tokeniser of the toolkit cuts them

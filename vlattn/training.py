@@ -30,7 +30,11 @@ from vlattn.data.dataset import Batch, CaptionDataset, collate, epoch_batches
 from vlattn.data.layouts import DataError, Record, read_records
 from vlattn.evaluation import encode_pictures, write_captions
 from vlattn.files import write_aside
+from vlattn.self_critical import SelfCritical, policy_loss
 from vlattn.tokenizer import Tokenizer
+
+SCST_DECAY = 0.98  # of the weights' average: the phase is short
+SCST_EVAL_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -50,20 +54,25 @@ class TrainConfig:
     encoder_weights: str | None = option(None, "safetensors file of a timm encoder's weights")
     pretrained: bool = option(False, "load timm's weights of the encoder from the hub")
     tokenizer: Literal["bpe", "unigram", "word"] = option("bpe", "kind of the vocabulary")
-    vocab_size: int = option(8000, "most tokens of the vocabulary")
+    vocab_size: int = option(4000, "most tokens of the vocabulary")
     min_frequency: int = option(2, "how often a word or pair must occur to get a token")
     lowercase: bool = option(True, "put captions in lower case")
     epochs: int = option(10, "passes over the training pictures")
     max_steps: int | None = option(None, "stop after so many optimiser steps instead")
     batch_size: int = option(32, "pictures of a batch")
     accumulation: int = option(1, "batches of an optimiser step")
-    captions_per_image: int = option(5, "of a picture with more captions, the first so many")
+    captions_per_image: int = option(
+        5, "most captions of a picture per epoch; one with more takes turns"
+    )
     learning_rate: float = option(1e-3, "highest rate, reached after the warm-up")
     warmup_steps: int = option(300, "steps over which the rate grows from zero")
     weight_decay: float = option(0.05, "of AdamW")
     clip_norm: float = option(1.0, "longest gradient")
     label_smoothing: float = option(0.1, "share of the target spread over all tokens")
     average_decay: float = option(0.998, "decay of the moving average of the weights")
+    scst_steps: int = option(0, "steps of self-critical training (CIDEr-D) after the epochs")
+    scst_rate: float = option(5e-5, "learning rate of self-critical training")
+    scst_samples: int = option(5, "captions drawn per picture in self-critical training")
     eval_every: int = option(1, "epochs between evaluations on the dev split")
     checkpoint_every: int = option(200, "steps between checkpoints")
     num_workers: int = option(0, "processes that decode pictures ahead")
@@ -145,8 +154,9 @@ def train(config: TrainConfig) -> Captioner:
     progress = _restore(accelerator, out) if resuming else _Progress()
 
     steps_per_epoch = math.ceil(math.ceil(len(usable) / config.batch_size) / config.accumulation)
-    total_steps = config.max_steps or config.epochs * steps_per_epoch
-    eval_steps = config.eval_every * steps_per_epoch
+    teacher_steps = config.max_steps or config.epochs * steps_per_epoch
+    total_steps = teacher_steps + config.scst_steps
+    critic = SelfCritical(data, num_samples=config.scst_samples) if config.scst_steps else None
     board = SummaryWriter(str(out / "tensorboard"), purge_step=progress.step)
     bar = tqdm(total=total_steps, initial=progress.step, desc="training", unit="step")
     with board, bar:
@@ -154,24 +164,40 @@ def train(config: TrainConfig) -> Captioner:
             if progress.step >= total_steps:
                 break
             started = time.perf_counter()
-            rate = config.learning_rate * _schedule(progress.step, total_steps, config.warmup_steps)
-            loss = _train_step(accelerator, model, optimizer, window, rate, config)
+            if progress.step < teacher_steps:
+                title = "loss"
+                rate = _schedule(progress.step, teacher_steps, config.warmup_steps)
+                rate *= config.learning_rate
+                value = _train_step(
+                    accelerator, model, optimizer, window, rate, progress.step + 1, config
+                )
+            else:
+                title, rate = "reward", config.scst_rate
+                if progress.step == teacher_steps:  # go on from the averaged weights
+                    captioner.load_state_dict(averaged.module.state_dict())
+                averaged.multi_avg_fn = get_ema_multi_avg_fn(SCST_DECAY)
+                seed = torch.Generator().manual_seed(config.seed * 1_000_003 + progress.step)
+                value = _scst_step(
+                    accelerator, model, optimizer, window, rate, config, critic, seed
+                )
             averaged.update_parameters(captioner)
             progress.step += 1
 
-            board.add_scalar("train/loss", loss, progress.step)
+            board.add_scalar(f"train/{title}", value, progress.step)
             board.add_scalar("train/learning_rate", rate, progress.step)
             captions = sum(int(batch.packed.segments.amax(1).sum()) for batch in window)
             speed = captions / (time.perf_counter() - started)
-            bar.set_postfix_str(f"loss {loss:.3f}, rate {rate:.1e}, {speed:.0f} captions/s", False)
+            bar.set_postfix_str(
+                f"{title} {value:.3f}, rate {rate:.1e}, {speed:.0f} captions/s", refresh=False
+            )
             bar.update()
             for reason in (reason for batch in window for reason in batch.skipped):
                 bar.write(f"skipped: {reason}")
 
             last = progress.step == total_steps
-            if progress.step % eval_steps == 0 or last:
+            if last or _is_time_to_evaluate(progress.step, teacher_steps, steps_per_epoch, config):
                 score = _evaluate(averaged.module, dev, board, progress.step)
-                if score > progress.best or not (out / "model.safetensors").exists():
+                if score >= progress.best:
                     progress.best = score
                     averaged.module.save_pretrained(out)
             if progress.step % config.checkpoint_every == 0 or last:
@@ -266,13 +292,15 @@ def _windows(
     data: CaptionDataset, usable: list[int], config: TrainConfig, steps_per_epoch: int, step: int
 ) -> Iterator[list[Batch]]:
     """The batches of each optimiser step from `step` on, without end."""
-    lengths = [data.lengths[i] for i in usable]
     epoch, done = divmod(step, steps_per_epoch)
     while True:
+        turn = data.epoch(epoch)
+        lengths = turn.lengths()
+        lengths = [lengths[i] for i in usable]
         order = epoch_batches(lengths, config.batch_size, seed=config.seed, epoch=epoch)
         batches = iter(
             DataLoader(
-                data,
+                turn,
                 batch_sampler=[
                     [usable[i] for i in batch] for batch in order[done * config.accumulation :]
                 ],
@@ -294,18 +322,25 @@ def _schedule(step: int, total_steps: int, warmup_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / (total_steps - warmup_steps)))
 
 
+def _is_time_to_evaluate(
+    step: int, teacher_steps: int, steps_per_epoch: int, config: TrainConfig
+) -> bool:
+    if step <= teacher_steps:
+        return step % (config.eval_every * steps_per_epoch) == 0 or step == teacher_steps
+    return (step - teacher_steps) % SCST_EVAL_STEPS == 0
+
+
 def _train_step(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     window: list[Batch],
     rate: float,
+    step: int,
     config: TrainConfig,
 ) -> float:
-    """One step; the loss is the mean over the real target tokens of the whole window."""
+    """One step of teacher forcing; the loss is the mean over the real targets of the window."""
     model.train()
-    for group in optimizer.param_groups:
-        group["lr"] = rate
     num_targets = max(1, sum(batch.targets.numel() for batch in window))
     total = 0.0
     for batch in window:
@@ -318,13 +353,53 @@ def _train_step(
         total += loss.item()
     if not math.isfinite(total):
         raise ValueError(
-            f"the loss became {total}: lower learning_rate={config.learning_rate}; the last "
-            "checkpoint and the best model are kept"
+            f"step {step}: the loss became {total}: lower learning_rate={config.learning_rate}; "
+            "the last checkpoint and the best model are kept"
         )
-    accelerator.clip_grad_norm_(model.parameters(), config.clip_norm)
+    _update(accelerator, model, optimizer, rate, config.clip_norm)
+    return total
+
+
+def _scst_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    window: list[Batch],
+    rate: float,
+    config: TrainConfig,
+    critic: SelfCritical,
+    generator: torch.Generator,
+) -> float:
+    """One step of self-critical training, without dropout; returns the mean reward."""
+    model.eval()
+    captioner = accelerator.unwrap_model(model)
+    drawn = [
+        critic.draw(captioner, batch.to(accelerator.device), generator)
+        for batch in window
+        if batch.indices
+    ]
+    num_targets = max(1, sum(batch.targets.numel() for batch, _, _ in drawn))
+    for batch, advantages, _ in drawn:
+        batch = batch.to(accelerator.device)
+        logits = model(batch.images, batch.packed)
+        loss = policy_loss(logits, batch.targets, advantages.to(accelerator.device)) / num_targets
+        accelerator.backward(loss)
+    _update(accelerator, model, optimizer, rate, config.clip_norm)
+    return sum(reward for *_, reward in drawn) / max(1, len(drawn))
+
+
+def _update(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rate: float,
+    clip_norm: float,
+) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    accelerator.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return total
 
 
 def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:

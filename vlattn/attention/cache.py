@@ -35,8 +35,16 @@ class KVCache:
         return self._lengths[-1] if self._lengths else 0
 
     def append(self, layer: int, new: KeyValue) -> KeyValue:
-        """Add the keys and values of new tokens (R, H_kv, T, D) to a layer, and return all."""
+        """Add the keys and values of new tokens (R, H_kv, T, D) to a layer, and return all.
+
+        Raises:
+            ValueError: there are other rows than before; `reorder` is how rows change.
+        """
         past, start = self._past[layer], self._lengths[layer]
+        if past is not None and past.key.size(0) != new.key.size(0):
+            raise ValueError(
+                f"new must have the {past.key.size(0)} rows of the cache, got {new.key.size(0)}"
+            )
         end = start + new.key.size(2)
         self._lengths[layer] = end
         if past is None:

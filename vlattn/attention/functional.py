@@ -110,16 +110,16 @@ def _attend(
         output = F.dropout(weights, dropout_p) @ value  # (B, H, T, D_v)
         return output, weights if need_weights else None
 
-    # What lies under the mask may be anything. Zero times NaN is NaN, so the numbers that are not
-    # finite, and the queries that attend to nothing, are set to zero before they meet a product.
-    finite = key.isfinite().all(-1) & value.isfinite().all(-1)  # (B, H, N)
-    key, value = (x.masked_fill(~finite[..., None], 0.0) for x in (key, value))
-    empty = ~mask.any(-1, keepdim=True)  # (B | 1, H | 1, T, 1)
-    scores = score(query.masked_fill(empty, 0.0), key)
+    # What lies under the mask may be anything. Zero times NaN is NaN, also in the backward pass, so
+    # what is not finite is set to zero before it meets a product.
+    finite_query = query.isfinite().all(-1, keepdim=True)  # (B, H, T, 1)
+    finite_key = (key.isfinite().all(-1) & value.isfinite().all(-1))[..., None]  # (B, H, N, 1)
+    key, value = (x.masked_fill(~finite_key, 0.0) for x in (key, value))
+    scores = score(query.masked_fill(~finite_query, 0.0), key)
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1).masked_fill(~mask, 0.0)  # (B, H, T, N)
-    # A row that may attend to such a number shows it, as it would without a mask.
-    spoiled = (mask & ~finite[:, :, None]).any(-1, keepdim=True)  # (B, H, T, 1)
-    weights = weights.masked_fill(spoiled, torch.nan)
     output = F.dropout(weights, dropout_p) @ value  # (B, H, T, D_v)
+    # A row that may attend to such a number shows it, as it would without a mask.
+    spoiled = (mask & ~(finite_query & finite_key.transpose(2, 3))).any(-1, keepdim=True)
+    output, weights = (x.masked_fill(spoiled, torch.nan) for x in (output, weights))
     return output, weights if need_weights else None

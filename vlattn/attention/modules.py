@@ -87,6 +87,11 @@ class CrossAttention(nn.Module, ABC):
                     f"{joined_dim}, got {out_dim}"
                 )
             self.out_proj = nn.Identity()
+        for module in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            if isinstance(module, nn.Linear):  # scores of unit size, so that attention can start
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     def forward(
         self,
@@ -124,8 +129,8 @@ class CrossAttention(nn.Module, ABC):
                 f"got {tuple(key.shape)} and {tuple(value.shape)}"
             )
         return KeyValue(
-            _split_heads(self.k_proj(key), self.num_kv_heads),
-            _split_heads(self.v_proj(value), self.num_kv_heads),
+            _split_heads(_project(self.k_proj, key), self.num_kv_heads),
+            _split_heads(_project(self.v_proj, value), self.num_kv_heads),
         )
 
     def attend(
@@ -140,7 +145,7 @@ class CrossAttention(nn.Module, ABC):
     def project_query(self, query: Tensor) -> Tensor:
         """(B, T, query_dim) -> (B, H, T, D)."""
         _check_input("query", query, 3, self.query_dim)
-        return _split_heads(self.q_proj(query), self.num_heads)
+        return _split_heads(_project(self.q_proj, query), self.num_heads)
 
     def attend_heads(
         self, query: Tensor, kv: KeyValue, mask: Tensor | None = None, *, need_weights: bool = False
@@ -148,7 +153,7 @@ class CrossAttention(nn.Module, ABC):
         """`attend` for queries (B, H, T, D) that `project_query` projected."""
         dropout_p = self.dropout if self.training else 0.0
         output, weights = self._attention(query, kv, mask, dropout_p, need_weights)
-        return self.out_proj(output.transpose(1, 2).flatten(2)), weights
+        return _project(self.out_proj, output.transpose(1, 2).flatten(2)), weights
 
     @abstractmethod
     def _attention(
@@ -261,6 +266,17 @@ ATTENTIONS: dict[str, type[CrossAttention]] = {
     "additive": AdditiveAttention,
     "scaled_dot_product": ScaledDotProductAttention,
 }
+
+
+def _project(projection: nn.Module, x: Tensor) -> Tensor:
+    """The projection, with the rows that are not finite kept out of the gradient of its weights.
+
+    Such a row may lie under a mask: its gradient is zero then, but zero times NaN is NaN.
+    """
+    if not torch.is_grad_enabled():
+        return projection(x)
+    broken = ~x.isfinite().all(-1, keepdim=True)
+    return projection(x.masked_fill(broken, 0.0)).masked_fill(broken, torch.nan)
 
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:

@@ -3,6 +3,7 @@
 B pictures, T tokens of a row, S_h, S_w sides of the input, N patches, D width of the encoder.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -57,8 +58,9 @@ class CaptionDataset(Dataset):
         tokenizer: encodes the captions.
         preprocess: makes pixels of pictures; the one that the captioner keeps.
         max_len: longest caption in tokens, begin included; longer ones are cut and not ended.
-        captions_per_image: of a picture with more captions, the first so many.
-        features: (pictures, N, D) features to read in place of the pictures.
+        captions_per_image: most captions of a picture per epoch; one with more takes turns.
+        features: (pictures, N, D) features to read in place of the pictures; NaN where a picture
+            could not be read.
     """
 
     def __init__(
@@ -72,12 +74,29 @@ class CaptionDataset(Dataset):
         features: np.ndarray | None = None,
     ):
         self.records, self.preprocess, self.features = records, preprocess, features
-        kept = [record.captions[:captions_per_image] for record in records]
-        ids = iter(tokenizer.encode_batch([text for texts in kept for text in texts]))
+        self.captions_per_image = captions_per_image
+        ids = iter(tokenizer.encode_batch([text for r in records for text in r.captions]))
         bos, eos = tokenizer.bos_id, tokenizer.eos_id
-        self.captions = [[[bos, *next(ids), eos][: max_len + 1] for _ in texts] for texts in kept]
+        self.captions = [
+            [[bos, *next(ids), eos][: max_len + 1] for _ in r.captions] for r in records
+        ]
         self.truncated = sum(c[-1] != eos for captions in self.captions for c in captions)
-        self.lengths = [sum(len(c) - 1 for c in captions) for captions in self.captions]
+
+    def epoch(self, number: int) -> "CaptionDataset":
+        """The same pictures with the captions whose turn it is in an epoch, counted from 0."""
+        turn = copy.copy(self)
+        count = self.captions_per_image
+        turn.captions = [
+            captions
+            if len(captions) <= count
+            else [captions[(number * count + i) % len(captions)] for i in range(count)]
+            for captions in self.captions
+        ]
+        return turn
+
+    def lengths(self) -> list[int]:
+        """Tokens of each picture's row."""
+        return [sum(len(c) - 1 for c in captions) for captions in self.captions]
 
     def __len__(self) -> int:
         return len(self.records)
@@ -85,7 +104,11 @@ class CaptionDataset(Dataset):
     def __getitem__(self, index: int) -> Example:
         """A record's example; its captions run from begin to end token."""
         if self.features is not None:
-            return Example(index, torch.from_numpy(self.features[index]), self.captions[index])
+            features = torch.tensor(self.features[index])
+            if features.isnan().any():
+                name = self.records[index].name
+                return Example(index, ImageError(f"{name!r} could not be read when encoded"), [])
+            return Example(index, features, self.captions[index])
         try:
             pixels, _ = self.preprocess(open_image(self.records[index].image))
         except ImageError as error:
@@ -97,23 +120,35 @@ def collate(examples: Sequence[Example]) -> Batch:
     """Pack examples into a batch; pictures that could not be read are left out and named."""
     skipped = tuple(str(e.image) for e in examples if isinstance(e.image, ImageError))
     examples = [e for e in examples if not isinstance(e.image, ImageError)]
-    rows = [_pack(e.captions) for e in examples]
-    longest = max((len(row[0]) for row in rows), default=0)
-    tokens, places, segments, targets = (
-        torch.tensor([row[i] + [0] * (longest - len(row[i])) for row in rows]).long()
-        for i in range(4)
-    )
+    packed, targets = pack([e.captions for e in examples])
     return Batch(
         indices=tuple(e.index for e in examples),
         images=torch.stack([e.image for e in examples]) if examples else torch.empty(0),
-        packed=PackedTokens(tokens, places, segments),
-        targets=targets[segments > 0],
+        packed=packed,
+        targets=targets,
         skipped=skipped,
     )
 
 
-def _pack(captions: list[list[int]]) -> tuple[list[int], ...]:
-    """Inputs, places, segments and targets of one row: the targets are one token ahead."""
+def pack(captions: Sequence[Sequence[Sequence[int]]]) -> tuple[PackedTokens, Tensor]:
+    """The captions of each picture in one row, and the K targets, each one token ahead.
+
+    Args:
+        captions: per picture, the tokens of each caption from begin to end token.
+    """
+    rows = [_pack_row(texts) for texts in captions]
+    longest = max((len(row[0]) for row in rows), default=1)
+    tokens, places, segments, targets = (
+        torch.tensor([row[i] + [0] * (longest - len(row[i])) for row in rows])
+        .long()
+        .reshape(len(rows), longest)
+        for i in range(4)
+    )
+    return PackedTokens(tokens, places, segments), targets[segments > 0]
+
+
+def _pack_row(captions: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
+    """Inputs, places, segments and targets of one picture."""
     inputs, places, segments, targets = [], [], [], []
     for number, caption in enumerate(captions, start=1):
         inputs += caption[:-1]

@@ -30,7 +30,7 @@ COLOURS = {
     "black": (34, 34, 40),
 }
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross")
-SIZES = {"small": 0.115, "large": 0.19}  # radius as a fraction of the picture
+SIZES = {"small": 0.13, "large": 0.2}  # radius as a fraction of the picture
 TEXTURES = ("plain", "striped", "dotted")
 HELD_OUT = (
     ("red", "star"),
@@ -70,19 +70,20 @@ class Group(NamedTuple):
     things: tuple[Thing, ...]
 
 
-def scenes(split: str, *, size: int = 128) -> list[Record]:
+def scenes(split: str, *, size: int = 128, count: int | None = None) -> list[Record]:
     """Draws one split of the data set.
 
     Args:
         split: "train", "dev", "test" or "test_novel".
         size: side of the square pictures in pixels.
+        count: only the first so many; the whole split where omitted.
 
     Raises:
         ValueError: for an unknown split.
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    return [_record(split, index, size) for index in range(SPLITS[split])]
+    return [_record(split, index, size) for index in range(SPLITS[split])[:count]]
 
 
 def described(caption: str) -> Counter[tuple[str, str]]:

@@ -1,0 +1,389 @@
+"""The command line: what it prints, and one line and status 2 for whatever a user gets wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vlattn import cli
+from vlattn.captioner import CaptionerConfig
+from vlattn.training import TrainConfig, train
+
+
+@pytest.fixture(scope="module")
+def model(make_captioner, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_captioner().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def pictures(photos, tmp_path):
+    """The photos as files, with a space and another script in their names."""
+    files = []
+    for photo, name in zip(photos, ("a b.png", "図.png", "c.d.png")):
+        photo.save(tmp_path / name)
+        files.append(str(tmp_path / name))
+    return files
+
+
+@pytest.fixture
+def dataset(write_imagefolder, records, tmp_path):
+    splits = ["train", "train", "dev", "test", "test", "test"]
+    some = [r._replace(split=split) for r, split in zip(records, splits)]
+    return write_imagefolder(tmp_path / "data", some)
+
+
+@pytest.fixture
+def fails(capsys):
+    """A function that runs a command, and gives the one line that it fails with."""
+
+    def run(*arguments):
+        assert cli.main([str(argument) for argument in arguments]) == 2
+        out, err = capsys.readouterr()
+        assert err.startswith("vlattn: ") and err.count("\n") == 1 and err.endswith("\n")
+        assert "Traceback" not in out + err
+        return err.removeprefix("vlattn: ").strip()
+
+    return run
+
+
+def run(capsys, *arguments):
+    assert cli.main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+# ---- caption ----
+
+
+def test_caption_prints_a_line_per_picture(model, pictures, make_captioner, capsys):
+    captions = make_captioner().caption(pictures, num_beams=2, max_len=9, length_penalty=0.5)
+    options = ("--num-beams", 2, "--max-len", 9, "--length-penalty", 0.5)
+    out = run(capsys, "caption", "--model", model, *options, *pictures)
+    expected = [f"{path}: {caption.text}" for path, caption in zip(pictures, captions)]
+    assert out.splitlines() == expected
+
+
+def test_caption_prints_json_with_every_script_as_written(model, pictures, make_captioner, capsys):
+    out = run(capsys, "caption", "--model", model, "--json", *pictures)
+    assert pictures[1] in out  # not as \u escapes
+    captions = make_captioner().caption(pictures)
+    for line, path, caption in zip(out.splitlines(), pictures, captions):
+        entry = json.loads(line)
+        assert entry.keys() == {"image", "text", "score", "finished", "words"}
+        assert (entry["image"], entry["text"]) == (path, caption.text)
+        assert entry["finished"] is caption.finished
+        assert entry["score"] == pytest.approx(caption.score, abs=1e-4)
+        assert "".join(word["text"] for word in entry["words"]) == caption.text
+        for word, expected in zip(entry["words"], caption.words):
+            assert (word["start"], word["end"]) == (expected.start, expected.end)
+            assert word["logprob"] == pytest.approx(expected.logprob, abs=1e-3)
+    assert len(out.splitlines()) == 3
+
+
+def test_caption_writes_an_overlay_per_word(model, pictures, photos, capsys, tmp_path):
+    folder = tmp_path / "new" / "overlays"
+    options = ("--json", "--max-len", 6, "--overlay", folder)
+    out = run(capsys, "caption", "--model", model, *options, *pictures)
+    names = []
+    for line, path, photo in zip(out.splitlines(), pictures, photos):
+        for i, word in enumerate(json.loads(line)["words"], start=1):
+            plain = word["text"].strip()
+            plain = plain if plain.isalnum() else "sign"
+            names.append(f"{Path(path).stem}-{i:02}-{plain}.png")
+            with Image.open(folder / names[-1]) as overlay:
+                assert overlay.size == photo.size
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+
+
+def test_overlays_of_pictures_with_one_name_are_kept_apart(model, photos, capsys, tmp_path):
+    paths = []
+    for i, photo in enumerate(photos[:2]):
+        (tmp_path / str(i)).mkdir()
+        paths.append(tmp_path / str(i) / "photo.png")
+        photo.save(paths[-1])
+    folder = tmp_path / "overlays"
+    command = ("caption", "--model", model, "--json", "--max-len", 4, "--overlay", folder)
+    lines = run(capsys, *command, *paths).splitlines()
+    words = [len(json.loads(line)["words"]) for line in lines]
+    sizes = []
+    for path in folder.iterdir():
+        with Image.open(path) as overlay:
+            sizes.append(overlay.size)
+    assert [sizes.count(photo.size) for photo in photos[:2]] == words
+
+
+def test_pictures_that_are_none_are_named_and_the_others_captioned(
+    model, pictures, tmp_path, capsys
+):
+    """One damaged file ended the command with a traceback (C3)."""
+    bad = [tmp_path / name for name in ("cut.png", "text.jpg", "folder", "missing.png")]
+    bad[0].write_bytes(Path(pictures[0]).read_bytes()[:-400])
+    bad[1].write_text("no picture\nat all\n")
+    bad[2].mkdir()
+    order = [bad[0], pictures[0], bad[1], bad[2], pictures[1], bad[3]]
+    assert cli.main(["caption", "--model", model, *map(str, order)]) == 2
+    out, err = capsys.readouterr()
+    assert [line.split(": ")[0] for line in out.splitlines()] == pictures[:2]
+    assert len(err.splitlines()) == 4
+    for line, path in zip(err.splitlines(), bad):
+        assert line.startswith(f"vlattn: cannot read {str(path)!r}: ")
+
+
+# ---- evaluate ----
+
+
+def test_evaluate_prints_and_writes_the_scores(model, dataset, capsys, tmp_path):
+    report = tmp_path / "report.json"
+    options = ("--num-beams", 1, "--json", report)
+    out = run(capsys, "evaluate", "--model", model, "--data", dataset, *options)
+    assert out.startswith("test, 3 images: ")
+    content = json.loads(report.read_text())
+    assert content.keys() == {"captions"}
+    captions = content["captions"]
+    assert captions.keys() == {"bleu", "rouge_l", "cider", "images"}
+    assert captions["images"] == 3 and len(captions["bleu"]) == 4
+    for score in (*captions["bleu"], captions["rouge_l"]):
+        assert 0 <= score <= 1
+    assert captions["cider"] >= 0
+
+
+def test_evaluate_of_perfect_captions(model, dataset, capsys, tmp_path, monkeypatch):
+    """Captions and references of two pictures were mixed up: a perfect captioner scores 1."""
+
+    def write(captioner, data, **generation):
+        assert generation == {"num_beams": 3, "max_len": 30, "length_penalty": 1.0}
+        return {record.name: record.captions[0] for record in data.records}
+
+    monkeypatch.setattr(cli, "write_captions", write)
+    report = tmp_path / "report.json"
+    run(capsys, "evaluate", "--model", model, "--data", dataset, "--json", report)
+    captions = json.loads(report.read_text())["captions"]
+    assert captions["bleu"] == pytest.approx([1] * 4) and captions["rouge_l"] == pytest.approx(1)
+
+
+def test_evaluate_leaves_out_damaged_pictures(model, dataset, capsys):
+    (dataset / "4.png").write_bytes(b"")
+    out = run(capsys, "evaluate", "--model", model, "--data", dataset, "--max-len", 5)
+    assert "test, 2 images: " in out and "skipped: cannot read" in out and "4.png" in out
+
+
+@pytest.mark.parametrize("split", ["tset", "test_novel"])
+def test_an_unknown_split(model, dataset, fails, split):
+    line = fails("evaluate", "--model", model, "--data", dataset, "--split", split)
+    assert line == f"{dataset} has no split '{split}', only train, dev, test"
+
+
+def test_evaluate_fails_where_no_picture_can_be_read(model, dataset, capsys, tmp_path):
+    for i in (3, 4, 5):
+        (dataset / f"{i}.png").write_bytes(b"no picture")
+    report = tmp_path / "report.json"
+    report.write_text("the one before")
+    command = ["evaluate", "--model", model, "--data", str(dataset), "--json", str(report)]
+    assert cli.main(command) == 2
+    *_, line = capsys.readouterr().err.splitlines()  # after what is left of a progress bar
+    assert line.endswith("vlattn: none of the pictures of split 'test' could be read")
+    assert report.read_text() == "the one before"
+
+
+# ---- what users get wrong ----
+
+
+@pytest.mark.parametrize("command", ["caption", "evaluate"])
+def test_a_model_that_is_none(command, pictures, dataset, fails, tmp_path):
+    rest = pictures if command == "caption" else ["--data", dataset]
+    missing = tmp_path / "no" / "model"
+    line = fails(command, "--model", missing, *rest)
+    assert line == f"no model folder {missing}, and none of that name on the hub"
+    line = fails(command, "--model", dataset, *rest)
+    assert line.startswith(f"{dataset} is not a vlattn model folder: no config.json, ")
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_data_that_is_none(command, model, fails, tmp_path):
+    (tmp_path / "empty").mkdir()
+    rest = ["--model", model] if command == "evaluate" else ["--out", tmp_path / "run"]
+    line = fails(command, "--data", tmp_path / "nowhere", *rest)
+    assert line == f"there is no file or folder '{tmp_path / 'nowhere'}'"
+    rest = ["--model", model] if command == "evaluate" else ["--out", tmp_path / "other"]
+    line = fails(command, "--data", tmp_path / "empty", *rest)
+    assert line.startswith(f"no captions found in '{tmp_path / 'empty'}': no ")
+    rest = ["--model", model] if command == "evaluate" else ["--out", tmp_path / "third"]
+    line = fails(command, "--data", tmp_path / "empty", "--layout", "zip", *rest)
+    assert line.startswith("layout must be one of auto, scenes, ")
+
+
+def test_train_needs_data_and_a_folder(fails):
+    assert fails("train") == "--data must be given"
+    assert fails("train", "--data", "scenes") == "--out must be given"
+    assert fails("train", "--data", "", "--out", "x") == "data must be given"
+
+
+def test_train_with_an_unknown_encoder(dataset, fails, tmp_path):
+    for name, message in {
+        "resnet": "encoder must be 'vit' or 'timm:<name>', got 'resnet'",
+        "timm:no_such_model": "encoder 'timm:no_such_model' is not a model of timm",
+    }.items():
+        out = tmp_path / name.replace(":", "-")
+        line = fails("train", "--data", dataset, "--out", out, "--encoder", name)
+        assert line.startswith(message)
+
+
+def test_train_leaves_a_folder_with_something_in_it_alone(dataset, fails, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    line = fails("train", "--data", dataset, "--out", out)
+    assert line.startswith(f"{out} is not empty: choose another folder, or ")
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
+    assert (out / "notes.txt").read_text() == "mine"
+    line = fails("train", "--data", dataset, "--out", out / "notes.txt")
+    assert line.startswith(f"{out / 'notes.txt'} is not empty")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND (see vlattn --help)"),
+        (["fly"], "argument COMMAND: invalid choice: 'fly'"),
+        (["caption", "x.png"], "the following arguments are required: --model"),
+        (["caption", "--model", "m"], "the following arguments are required: IMAGE"),
+        (["caption", "--model", "m", "x.png", "--wings"], "unrecognized arguments: --wings"),
+        (["caption", "--model", "m", "x.png", "--num-beams", "two"], "argument --num-beams: "),
+        (["evaluate", "--model", "m"], "the following arguments are required: --data"),
+        (["train", "--epochs", "1.5"], "argument --epochs: invalid int value: '1.5'"),
+        (["train", "--attention", "soft"], "argument --attention: invalid choice: 'soft'"),
+        (["train", "--image-size", "64"], "argument --image-size: expected 2 arguments"),
+        (["train", "--data", "scenes", "--out", "x", "--epochs", "0"], "epochs must be at least 1"),
+        (["train", "--data", "scenes", "--out", "x", "--dim", "0"], "dim must be above 0, got 0"),
+    ],
+)
+def test_a_command_that_is_none(arguments, message, fails):
+    """Some mistakes printed the whole usage before the line that says what is wrong."""
+    assert fails(*arguments).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--num-beams", 0), "num_beams must be at least 1, got 0"),
+        (("--max-len", 0), "max_len must be at least 1, got 0"),
+        (("--length-penalty", -1), "length_penalty must be 0 to 10, got -1.0"),
+        (("--length-penalty", 1000), "length_penalty must be 0 to 10, got 1000.0"),
+    ],
+)
+def test_generation_out_of_range(model, pictures, fails, options, message):
+    assert fails("caption", "--model", model, *options, *pictures) == message
+
+
+def test_a_folder_that_cannot_be_written(model, pictures, capsys):
+    command = ["caption", "--model", model, "--overlay", pictures[1], pictures[0]]
+    assert cli.main(command) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{pictures[0]}: ")  # what was written before stays
+    assert err.count("\n") == 1 and pictures[1] in err
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["evaluate"], ["caption"], ["demo"]])
+def test_help_is_printed(command, capsys):
+    """A percent sign in a help text made --help crash."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*command, "--help"])
+    assert stop.value.code == 0 and "usage: vlattn" in capsys.readouterr().out
+
+
+# ---- the settings of a run ----
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The configs that training was called with; nothing is trained."""
+    configs = []
+    monkeypatch.setattr(cli, "train", configs.append)
+    return configs
+
+
+def test_flags_beat_the_config_file_which_beats_the_defaults(trained, tmp_path, capsys):
+    file = tmp_path / "settings.json"
+    captioner = {"dim": 96, "attention": "additive", "image_size": [64, 96], "stem": False}
+    settings = {"data": "here", "epochs": 3, "learning_rate": 2e-4, "resume": None, "seed": 7}
+    file.write_text(json.dumps(settings | {"captioner": captioner}))
+    flags = ("--out", "there", "--epochs", 5, "--dim", 128, "--no-lowercase", "--norm", "rms")
+    out = run(capsys, "train", "--config", file, *flags)
+    assert out == "the model is in there\n"
+    assert trained == [
+        TrainConfig(
+            data="here",
+            out="there",
+            epochs=5,
+            learning_rate=2e-4,
+            seed=7,
+            lowercase=False,
+            captioner=CaptionerConfig(
+                dim=128, attention="additive", image_size=(64, 96), stem=False, norm="rms"
+            ),
+        )
+    ]
+
+
+def test_the_settings_of_a_run_make_the_same_run(trained, tmp_path, capsys):
+    """`train.json` of a run folder is a config file: here as a run writes it."""
+    (tmp_path / "empty").mkdir()
+    config = TrainConfig(
+        data=str(tmp_path / "empty"),
+        out=str(tmp_path / "run"),
+        clip_norm=0.5,
+        captioner=CaptionerConfig(image_size=(32, 48), num_kv_heads=2, tie_embeddings=False),
+    )
+    with pytest.raises(ValueError, match="no captions found"):
+        train(config)
+    run(capsys, "train", "--config", tmp_path / "run" / "train.json")
+    assert trained == [config]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON: "),
+        ("\xff", "is not JSON: "),
+        ("[]", "must hold one JSON object"),
+        ('{"captioner": 5}', "must hold one JSON object, and so must its captioner"),
+        ('{"colour": "red"}', "unknown setting colour"),
+        ('{"captioner": {"colour": 1, "dim": 96}}', "unknown setting colour"),
+        ('{"dim": 96}', "unknown setting dim"),
+        ('{"epochs": "many"}', "argument --epochs: invalid int value: 'many'"),
+        ('{"epochs": 1.5}', "argument --epochs: invalid int value: '1.5'"),
+        ('{"epochs": true}', "argument --epochs: expected one argument"),
+        ('{"epochs": [1, 2]}', "unrecognized arguments: 2"),
+        ('{"learning_rate": {}}', "argument --learning-rate: invalid float value: '{}'"),
+        ('{"lowercase": "no"}', "argument --lowercase/--no-lowercase: "),
+        ('{"precision": "int8"}', "argument --precision: invalid choice: 'int8'"),
+        ('{"captioner": {"image_size": [64]}}', "argument --image-size: expected 2 arguments"),
+        ('{"captioner": {"image_size": 64}}', "argument --image-size: expected 2 arguments"),
+    ],
+)
+def test_a_bad_config_file(trained, fails, tmp_path, content, message):
+    """Values of the wrong type went through, and came out as a traceback from deep inside."""
+    file = tmp_path / "settings.json"
+    file.write_bytes(content.encode("latin-1"))
+    line = fails("train", "--data", "here", "--out", "there", "--config", file)
+    assert line.startswith(str(file)) and message in line
+    assert trained == []
+
+
+def test_a_missing_config_file(trained, fails, tmp_path):
+    for path in (tmp_path / "none.json", tmp_path):
+        line = fails("train", "--data", "here", "--out", "there", "--config", path)
+        assert str(path) in line
+
+
+def test_importing_vlattn_loads_no_heavy_package():
+    code = (
+        "import sys, vlattn; vlattn.Captioner, vlattn.Tokenizer, vlattn.metrics; "
+        "print(*{'timm', 'gradio', 'accelerate', 'matplotlib', 'tensorboard'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

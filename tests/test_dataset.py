@@ -1,0 +1,233 @@
+"""Records to batches: nothing of a caption is lost, and no damaged picture gets in."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from vlattn.data.dataset import CaptionDataset, collate, epoch_batches, pack
+from vlattn.data.layouts import Record
+from vlattn.images import Preprocess
+from vlattn.tokenizer import Tokenizer
+
+PREPROCESS = Preprocess((64, 96))
+
+
+def dataset(records, tokenizer, max_len=64, **options):
+    return CaptionDataset(records, tokenizer, PREPROCESS, max_len=max_len, **options)
+
+
+def cut_jpeg(image):
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG")
+    return buffer.getvalue()[: len(buffer.getvalue()) * 6 // 10]
+
+
+# ---- packing ----
+
+
+def test_captions_of_a_picture_share_a_row():
+    captions = [[[1, 7, 8, 2], [1, 2], [1, 9, 2]], [[1, 5, 6, 7, 2]]]
+    packed, targets = pack(captions)
+    assert packed.tokens.tolist() == [[1, 7, 8, 1, 1, 9], [1, 5, 6, 7, 0, 0]]
+    assert packed.places.tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 0, 0]]
+    assert packed.segments.tolist() == [[1, 1, 1, 2, 3, 3], [1, 1, 1, 1, 0, 0]]
+    assert targets.tolist() == [7, 8, 2, 2, 9, 2, 5, 6, 7, 2]
+
+
+def test_a_batch_holds_each_caption_from_begin_to_end(records, tokenizer):
+    data = dataset(records, tokenizer)
+    batch = collate([data[i] for i in (3, 0, 5)])
+    assert batch.indices == (3, 0, 5) and batch.skipped == ()
+    assert batch.images.shape == (3, 3, 64, 96)
+    targets = iter(batch.targets.tolist())
+    for row, index in enumerate(batch.indices):
+        for number, text in enumerate(records[index].captions, start=1):
+            inputs = batch.packed.tokens[row][batch.packed.segments[row] == number].tolist()
+            outputs = [next(targets) for _ in inputs]
+            ids = tokenizer.encode(text)
+            assert inputs == [tokenizer.bos_id, *ids] and outputs == [*ids, tokenizer.eos_id]
+            assert tokenizer.decode(outputs) == text
+    assert next(targets, None) is None
+    assert data.lengths() == [sum(len(c) - 1 for c in captions) for captions in data.captions]
+    assert data.lengths()[3] == int((batch.packed.segments[0] > 0).sum())
+
+
+def test_long_captions_are_cut_counted_and_not_ended(tokenizer):
+    """A caption that was cut got an end token all the same, and taught to stop there."""
+    texts = ("a red ring and a blue star", "a red ring", "a red ring and")
+    data = dataset([Record(None, texts)], tokenizer, max_len=4)
+    ids = [tokenizer.encode(text) for text in texts]
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    assert data.captions == [[[bos, *ids[0][:4]], [bos, *ids[1], eos], [bos, *ids[2]]]]
+    assert data.truncated == 2
+    assert all(len(caption) - 1 <= 4 for caption in data.captions[0])
+    assert dataset([Record(None, texts)], tokenizer, max_len=8).truncated == 0
+
+
+def test_captions_take_turns_from_epoch_to_epoch(records, tokenizer):
+    data = dataset(records, tokenizer, captions_per_image=2)
+    first = [data.epoch(number).captions[0] for number in range(5)]
+    assert all(len(captions) == 2 for captions in first)
+    shown = [caption for captions in first for caption in captions]
+    assert all(shown.count(caption) == 2 for caption in data.captions[0])  # 5 captions, 10 turns
+    assert [len(captions) for captions in data.captions] == [5] * 8  # the data set is as it was
+    assert data.epoch(3).lengths()[0] == sum(len(c) - 1 for c in first[3])
+    everything = dataset(records, tokenizer, captions_per_image=9)
+    assert everything.epoch(4).captions == everything.captions
+
+
+# ---- the text ----
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "word"])
+def test_captions_that_spell_control_tokens_are_plain_text(kind, records):
+    """Text that spelled the end token was cut there, and the model learned a fake end (B1)."""
+    text = "stop at the <eos> sign , then <pad> <bos> <unk> go on"
+    tokenizer = Tokenizer.train([text, text.replace("stop", "halt")] * 2, kind=kind, vocab_size=400)
+    data = dataset([Record(records[0].image, (text,))], tokenizer)
+    batch = collate([data[0]])
+    targets = batch.targets.tolist()
+    assert tokenizer.decode(targets) == text
+    assert targets.index(tokenizer.eos_id) == len(targets) - 1
+    assert not {tokenizer.bos_id, tokenizer.pad_id, tokenizer.unk_id} & set(targets)
+    assert batch.packed.tokens[0].tolist().count(tokenizer.bos_id) == 1
+
+
+def test_the_end_is_a_target_and_padding_is_none(make_captioner, records):
+    """With padding and end as one token the loss left out the end, and none was learned (B2)."""
+    captioner = make_captioner()
+    tokenizer = captioner.tokenizer
+    assert tokenizer.pad_id != tokenizer.eos_id
+    texts = ("a red ring", "a red ring and a blue star to the left")
+    some = [record._replace(captions=(text,)) for record, text in zip(records, texts)]
+    data = dataset(some, tokenizer)
+    batch = collate([data[0], data[1]])
+    assert batch.targets.tolist().count(tokenizer.eos_id) == 2
+    assert len(batch.targets) == sum(len(text.split()) + 1 for text in texts)
+    with torch.no_grad():
+        logits = captioner(batch.images, batch.packed)
+    assert logits.shape == (len(batch.targets), tokenizer.vocab_size)
+    losses = F.cross_entropy(logits, batch.targets, reduction="none")
+    logits[:, tokenizer.eos_id] -= 1  # the end less likely everywhere
+    change = F.cross_entropy(logits, batch.targets, reduction="none") - losses
+    ends = batch.targets == tokenizer.eos_id
+    assert (change[ends] > 0).all() and (change[~ends] < 0).all()
+
+
+def test_one_token_and_empty_captions_have_a_finite_loss(make_captioner, records):
+    """Such captions left no target at all, and the mean over none was NaN (X8)."""
+    captioner = make_captioner()
+    some = [record._replace(captions=texts) for record, texts in zip(records, [("",), ("a", "")])]
+    data = dataset(some, captioner.tokenizer)
+    batch = collate([data[0], data[1]])
+    assert len(batch.targets) == 4  # end; a, end; end
+    loss = F.cross_entropy(captioner(batch.images, batch.packed), batch.targets)
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in captioner.parameters() if p.grad is not None)
+
+
+# ---- damaged pictures ----
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_damaged_pictures_are_left_out_and_named(records, tokenizer, tmp_path, num_workers):
+    """One bad file killed a long run without its name, or trained on grey filler (C3): here the
+    first, the last, and all of a batch."""
+    image = records[0].image
+    contents = {
+        "cut.jpg": cut_jpeg(image),
+        "empty.jpg": b"",
+        "text.jpg": b"no picture",
+        "page.jpg": b"<html></html>",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder.jpg").mkdir()
+    names = [*contents, "folder.jpg", "missing.jpg"]
+    bad = [Record(tmp_path / name, ("a red ring",), name=name) for name in names]
+    some = [bad[0], *records[:3], bad[1], *bad[2:], *records[3:6], bad[0]]
+    data = dataset(some, tokenizer)
+    batches = list(
+        DataLoader(
+            data, 3, collate_fn=collate, num_workers=num_workers, generator=torch.Generator()
+        )
+    )
+    assert [batch.indices for batch in batches] == [(1, 2), (3,), (), (9, 10, 11), ()]
+    assert [len(batch.skipped) for batch in batches] == [1, 2, 3, 0, 1]
+    reasons = [reason for batch in batches for reason in batch.skipped]
+    for name, reason in zip([*names, names[0]], reasons):
+        assert repr(str(tmp_path / name)) in reason and "\n" not in reason
+    for batch in batches:
+        assert len(batch.images) == len(batch.indices) == len(batch.packed.tokens)
+        for row, index in enumerate(batch.indices):
+            torch.testing.assert_close(batch.images[row], PREPROCESS(some[index].image)[0])
+    for name, content in contents.items():
+        assert (tmp_path / name).read_bytes() == content  # nobody's files are rewritten
+
+
+def test_a_batch_of_damaged_pictures_alone_is_a_batch(tokenizer):
+    """Leaving out every item of a batch crashed the collate function (X12), and what counts the
+    captions of each row."""
+    data = dataset([Record(b"", ("a ring",))] * 2, tokenizer)
+    batch = collate([data[0], data[1]]).to(torch.device("cpu"))
+    assert batch.indices == () and len(batch.skipped) == 2
+    assert batch.targets.numel() == 0 and len(batch.images) == 0
+    assert int(batch.packed.segments.amax(1).sum()) == 0
+    assert collate([]).targets.numel() == 0
+
+
+def test_kept_features_are_read_in_place_of_pictures(records, tokenizer, tmp_path):
+    """A row of NaN, of a picture that could not be read, went into the model. The rows are read
+    from a file that cannot be written."""
+    kept = np.arange(2 * 5 * 7, dtype=np.float16).reshape(2, 5, 7)
+    kept[1] = np.nan
+    np.save(tmp_path / "kept.npy", kept)
+    some = [records[0], Record(b"", ("a ring",), name="bad.jpg")]
+    data = dataset(some, tokenizer, features=np.load(tmp_path / "kept.npy", mmap_mode="r"))
+    batch = collate([data[0], data[1]])
+    assert batch.indices == (0,) and torch.equal(batch.images, torch.from_numpy(kept[:1]))
+    assert len(batch.skipped) == 1 and "'bad.jpg'" in batch.skipped[0]
+
+
+# ---- the order of an epoch ----
+
+
+@pytest.mark.parametrize(("number", "batch_size"), [(500, 16), (33, 4), (7, 16), (1, 3), (0, 3)])
+def test_an_epoch_shows_each_row_once(number, batch_size):
+    lengths = np.random.default_rng(0).integers(5, 60, number).tolist()
+    batches = epoch_batches(lengths, batch_size, seed=1, epoch=2)
+    assert sorted(i for batch in batches for i in batch) == list(range(number))
+    assert all(1 <= len(batch) <= batch_size for batch in batches)
+    assert len(batches) == -(-number // batch_size)
+
+
+def test_epochs_are_reproducible_and_differ():
+    """Every epoch and every worker drew the same order (X15)."""
+    lengths = np.random.default_rng(0).integers(5, 60, 200).tolist()
+    state = torch.get_rng_state()
+    first = epoch_batches(lengths, 8, seed=1, epoch=0)
+    assert torch.equal(torch.get_rng_state(), state)  # the global random numbers stay as they are
+    assert epoch_batches(lengths, 8, seed=1, epoch=0) == first
+    others = [epoch_batches(lengths, 8, seed=s, epoch=e) for s, e in ((1, 1), (2, 0), (0, 1))]
+    assert all(sorted(map(tuple, other)) != sorted(map(tuple, first)) for other in others)
+
+
+def test_rows_of_like_length_stand_together():
+    lengths = np.random.default_rng(0).integers(5, 60, 800).tolist()
+
+    def padding(batches):
+        room = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+        return 1 - sum(lengths) / room
+
+    batches = epoch_batches(lengths, 16, seed=0, epoch=0)
+    order = [i for batch in batches for i in batch]
+    unsorted = [order[i : i + 16] for i in range(0, 800, 16)]
+    plain = np.random.default_rng(1).permutation(800).reshape(-1, 16).tolist()
+    assert padding(batches) == padding(unsorted) < 0.1 < 0.35 < padding(plain)
+    means = [np.mean([lengths[i] for i in batch]) for batch in batches]
+    assert means != sorted(means) and abs(np.corrcoef(means, range(len(means)))[0, 1]) < 0.5

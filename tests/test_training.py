@@ -1,0 +1,359 @@
+"""Training: it learns, it resumes exactly, and it says what is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vlattn import training
+from vlattn.attention import ATTENTIONS
+from vlattn.captioner import Captioner, CaptionerConfig
+from vlattn.data.dataset import pack
+from vlattn.data.scenes import scenes
+from vlattn.self_critical import END, SelfCritical, policy_loss
+from vlattn.training import TrainConfig, token_loss, train
+
+SMALL = CaptionerConfig(
+    image_size=(32, 32),
+    encoder_dim=32,
+    encoder_depth=1,
+    encoder_heads=2,
+    dim=32,
+    depth=1,
+    num_heads=2,
+    max_len=64,
+)
+
+
+@pytest.fixture(scope="session")
+def pictures():
+    return scenes("dev", size=32, count=14)
+
+
+@pytest.fixture
+def folder(tmp_path, pictures):
+    """An imagefolder data set: 11 pictures to train on, 3 of the dev split."""
+    return write_folder(tmp_path / "data", pictures, dev=3)
+
+
+def write_folder(path, records, *, dev=0, captions=None):
+    path.mkdir()
+    rows = []
+    for i, record in enumerate(records):
+        record.image.save(path / f"{i}.png")
+        split = "dev" if i < dev else "train"
+        for text in record.captions if captions is None else captions[i]:
+            rows.append({"file_name": f"{i}.png", "text": text, "split": split})
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (path / "metadata.jsonl").write_text(lines, encoding="utf-8")
+    return path
+
+
+def config(folder, out, **settings):
+    return TrainConfig(
+        data=str(folder),
+        out=str(out),
+        **{"captioner": SMALL, "batch_size": 3, "warmup_steps": 2, "precision": "fp32"} | settings,
+    )
+
+
+def weights(out):
+    return load_file(out / "model.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("attention", sorted(ATTENTIONS))
+def test_overfits_four_captions(tmp_path, pictures, attention):
+    texts = [
+        ["a red circle"],
+        ["two blue squares and a very small green star near the border"],
+        ["an orange ring , and <eos> in the middle"],
+        ["nothing"],
+    ]
+    folder = write_folder(tmp_path / "data", pictures[:4], captions=texts)
+    captioner = train(
+        config(
+            folder,
+            tmp_path / "run",
+            captioner=replace(SMALL, attention=attention, dropout=0.0),
+            max_steps=200,
+            batch_size=4,
+            learning_rate=3e-3,
+            label_smoothing=0.0,
+            average_decay=0.9,
+        )
+    )
+    for num_beams in (1, 3):
+        images = [r.image for r in pictures[:4]]
+        captions = captioner.caption(images, num_beams=num_beams, max_len=64)
+        assert [c.text for c in captions] == [text for (text,) in texts]
+        assert all(c.finished for c in captions)
+
+
+@pytest.mark.parametrize("stopped_after", [5, 8, 13])  # in an epoch, at its end, self-critical
+def test_stopped_and_resumed_equals_straight(tmp_path, folder, monkeypatch, stopped_after):
+    """Resuming once restored the weights alone: optimiser, rate and order of data began anew."""
+    settings = {"accumulation": 2, "epochs": 5, "scst_steps": 6, "checkpoint_every": 1}
+    train(config(folder, tmp_path / "straight", **settings))
+
+    update, calls = training._update, []
+
+    def stop_in_time(*arguments):
+        if len(calls) == stopped_after:
+            raise KeyboardInterrupt
+        calls.append(1)
+        update(*arguments)
+
+    monkeypatch.setattr(training, "_update", stop_in_time)
+    with pytest.raises(KeyboardInterrupt):
+        train(config(folder, tmp_path / "resumed", **settings))
+    monkeypatch.setattr(training, "_update", update)
+    train(config(folder, tmp_path / "resumed", **settings, resume="auto"))
+    assert same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
+
+
+def test_kill_leaves_a_run_that_resumes_to_the_same_model(tmp_path, folder):
+    settings = {"max_steps": 40, "checkpoint_every": 1}
+    train(config(folder, tmp_path / "straight", **settings))
+    out = tmp_path / "killed"
+    train_config = config(folder, out, **settings, resume="auto")
+    code = (
+        "from vlattn.training import *\nfrom vlattn.captioner import CaptionerConfig\n"
+        f"train({train_config!r})"
+    )
+    for _ in range(3):
+        before = latest_step(out)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+        )
+        while latest_step(out) < before + 4 and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert 0 < latest_step(out) < 40
+    train(train_config)
+    assert same(weights(tmp_path / "straight"), weights(out))
+
+
+def latest_step(out):
+    found = [int(p.name.removeprefix("step-")) for p in out.glob("checkpoints/step-*")]
+    return max(found, default=0)
+
+
+def test_a_broken_checkpoint_gives_way_to_the_one_before(tmp_path, folder, capsys):
+    """A kill while saving once left a cut file as the only checkpoint."""
+    settings = {"epochs": 3, "checkpoint_every": 2}
+    train(config(folder, tmp_path / "run", **settings))
+    straight = weights(tmp_path / "run")
+    newest = training._checkpoints(tmp_path / "run")[0]
+    for file in newest.iterdir():
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    train(config(folder, tmp_path / "run", **settings, resume="auto"))
+    assert f"cannot continue from {newest}" in capsys.readouterr().out
+    assert same(straight, weights(tmp_path / "run"))
+
+
+def test_a_failed_save_keeps_the_checkpoint_before(tmp_path, folder, monkeypatch):
+    settings = {"epochs": 2, "checkpoint_every": 3}
+    save, calls = training.Accelerator.save_state, []
+
+    def full(self, path):
+        calls.append(path)
+        save(self, path)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training.Accelerator, "save_state", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(config(folder, tmp_path / "run", **settings))
+    assert [p.name for p in training._checkpoints(tmp_path / "run")] == ["step-3"]
+    monkeypatch.setattr(training.Accelerator, "save_state", save)
+    train(config(folder, tmp_path / "run", **settings, resume="auto"))
+    train(config(folder, tmp_path / "straight", **settings))
+    assert same(weights(tmp_path / "straight"), weights(tmp_path / "run"))
+
+
+def test_resume_refuses_other_settings(tmp_path, folder):
+    train(config(folder, tmp_path / "run", max_steps=2))
+    with pytest.raises(ValueError, match="other settings of captioner, learning_rate"):
+        train(
+            config(
+                folder,
+                tmp_path / "run",
+                max_steps=2,
+                learning_rate=0.5,
+                captioner=replace(SMALL, depth=2),
+                resume="auto",
+            )
+        )
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path, folder):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="is not empty"):
+        train(config(folder, out, max_steps=1))
+    assert [p.name for p in out.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("bad", [[0], [10], [0, 4, 10]], ids=["first", "last", "some"])
+def test_damaged_pictures_are_named_and_left_out(tmp_path, pictures, capsys, bad):
+    """A cut JPEG trained on grey filler, or one bad file ended a long run without a name."""
+    folder = write_folder(tmp_path / "data", pictures[:11])
+    for i in bad:
+        file = folder / f"{i}.png"
+        file.write_bytes(file.read_bytes()[:300])
+    train(config(folder, tmp_path / "run", max_steps=4))
+    shown = capsys.readouterr()
+    assert all(f"{i}.png" in shown.out + shown.err for i in bad)
+
+
+def test_frozen_encoder_is_encoded_once_and_stays(tmp_path, folder):
+    captioner = replace(SMALL, encoder="timm:tf_efficientnet_lite0", image_size=(64, 64))
+    small = {"captioner": captioner, "max_steps": 3}
+    before = Captioner(captioner, tokenizer_of(folder)).encoder.state_dict()
+    (folder / "5.png").write_bytes(b"no picture")
+    trained = train(config(folder, tmp_path / "run", **small))
+    after = trained.encoder.state_dict()
+    frozen = {k for k in after if "running" in k or "num_batches" in k}
+    assert frozen and all(torch.equal(after[k], before[k]) for k in frozen)
+    assert not (tmp_path / "run" / "features").exists()
+
+
+def tokenizer_of(folder):
+    rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
+    return training.Tokenizer.train(row["text"] for row in rows)
+
+
+def test_nothing_readable_is_an_error(tmp_path, pictures):
+    folder = write_folder(tmp_path / "data", pictures[:4])
+    for file in folder.glob("*.png"):
+        file.write_bytes(b"no picture")
+    captioner = replace(SMALL, encoder="timm:tf_efficientnet_lite0", image_size=(64, 64))
+    with pytest.raises(ValueError, match="none of the pictures to train on could be read"):
+        train(config(folder, tmp_path / "a", captioner=captioner, max_steps=2))
+
+
+def test_unknown_words_are_never_written(tmp_path, folder, pictures):
+    captioner = train(
+        config(folder, tmp_path / "run", tokenizer="word", min_frequency=25, max_steps=10)
+    )
+    assert captioner.tokenizer.unknown_rate(pictures[0].captions) > 0.1
+    for caption in captioner.caption([r.image for r in pictures[:3]], temperature=1.0, seed=3):
+        assert "unk" not in caption.text
+
+
+def test_gradient_is_of_the_mean_over_the_tokens_of_the_window(tmp_path, pictures, monkeypatch):
+    """Averages of averages once gave a short caption the weight of a long one."""
+    texts = [["a red ring"], [" ".join(["one two three"] * 4)], ["blue"], ["a b c d e"]]
+    folder = write_folder(tmp_path / "data", pictures[:4], captions=texts)
+    gradients = {}
+
+    def keep(accelerator, model, optimizer, rate, clip_norm):
+        gradients[len(gradients)] = {k: p.grad.clone() for k, p in model.named_parameters()}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "_update", keep)
+    for batch_size, accumulation in ((4, 1), (2, 2), (1, 4)):
+        settings = {"batch_size": batch_size, "accumulation": accumulation}
+        captioner = replace(SMALL, dropout=0.0)
+        with pytest.raises(KeyboardInterrupt):
+            train(config(folder, tmp_path / f"{batch_size}", captioner=captioner, **settings))
+    for name, expected in gradients[0].items():
+        for other in (1, 2):
+            torch.testing.assert_close(gradients[other][name], expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_token_loss_equals_a_loop(label_smoothing):
+    torch.manual_seed(0)
+    logits, targets = torch.randn(5, 7, dtype=torch.float64).float(), torch.tensor([3, 0, 6, 6, 1])
+    expected = 0.0
+    for row, target in zip(logits.log_softmax(-1).tolist(), targets.tolist()):
+        for token, logprob in enumerate(row):
+            share = label_smoothing / 7 + (1 - label_smoothing) * (token == target)
+            expected -= share * logprob
+    assert float(token_loss(logits, targets, label_smoothing)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_self_critical_rewards_only_captions_that_end(pictures):
+    from vlattn.data.dataset import CaptionDataset
+    from vlattn.images import Preprocess
+
+    tokenizer = training.Tokenizer.train(t for r in pictures for t in r.captions)
+    data = CaptionDataset(pictures, tokenizer, Preprocess(size=(32, 32)), max_len=32)
+    reward = SelfCritical(data).reward
+    words = pictures[2].captions[0].replace(",", "").split()
+    assert reward(2, [*words, END]) > reward(2, words) > reward(2, words[:-1])
+
+
+def test_policy_loss_pushes_towards_the_better_caption():
+    logits = torch.zeros(2, 5, requires_grad=True)
+    policy_loss(logits, torch.tensor([1, 3]), torch.tensor([0.5, -0.5])).backward()
+    expected = np.full((2, 5), 0.1)
+    expected[1] *= -1
+    expected[0, 1], expected[1, 3] = 0.1 - 0.5, 0.5 - 0.1
+    np.testing.assert_allclose(logits.grad, expected, atol=1e-6)
+
+
+def test_self_critical_training_raises_the_reward(tmp_path, folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = tmp_path / "run"
+    train(config(folder, out, epochs=10, scst_steps=40, scst_rate=3e-3, captioner=replace(SMALL)))
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    reward = [event.value for event in events.Scalars("train/reward")]
+    assert len(reward) == 40
+    assert np.mean(reward[-8:]) > 1.2 * np.mean(reward[:8])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": ""}, "data must be given"),
+        ({"out": ""}, "out must be given"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"accumulation": -1}, "accumulation must be at least 1, got -1"),
+    ],
+)
+def test_config_errors(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**{"data": "a", "out": "b"} | settings)
+
+
+def test_diverging_loss_stops_and_keeps_what_is_good(tmp_path, folder, monkeypatch):
+    calls = []
+
+    def diverge(logits, targets, label_smoothing):
+        calls.append(1)
+        return token_loss(logits, targets, label_smoothing) * (np.nan if len(calls) == 6 else 1)
+
+    monkeypatch.setattr(training, "token_loss", diverge)
+    with pytest.raises(ValueError, match=r"step 6: the loss became nan: lower learning_rate"):
+        train(config(folder, tmp_path / "run", epochs=3, checkpoint_every=2))
+    assert latest_step(tmp_path / "run") == 4
+    Captioner.from_pretrained(tmp_path / "run")
+
+
+def test_pack_puts_targets_one_ahead():
+    packed, targets = pack([[[1, 7, 8, 2], [1, 9, 2]], [[1, 5, 2]]])
+    assert packed.tokens.tolist() == [[1, 7, 8, 1, 9], [1, 5, 0, 0, 0]]
+    assert packed.places.tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 0, 0]]
+    assert packed.segments.tolist() == [[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]]
+    assert targets.tolist() == [7, 8, 2, 9, 2, 5, 2]
