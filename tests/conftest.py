@@ -29,7 +29,7 @@ SEED = 6  # of weights with which the three photos get different captions, finis
 
 @pytest.fixture(scope="session")
 def records():
-    return scenes("dev", size=48)[:8]
+    return scenes("dev", size=48, count=8)
 
 
 @pytest.fixture(scope="session")

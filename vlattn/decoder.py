@@ -112,7 +112,7 @@ class DecoderBlock(nn.Module):
     def _look_back(
         self, x: Tensor, cache: KVCache, layer: int, places: Tensor, mask: Tensor | None
     ) -> Tensor:
-        query, kv = self.self_attn.project_query(x), self.self_attn.project_kv(x)
+        query, kv = self.self_attn.project_self(x)
         if self.rotary:
             query, kv = rotate(query, places), KeyValue(rotate(kv.key, places), kv.value)
         return self.self_attn.attend_heads(query, cache.append(layer, kv), mask)[0]

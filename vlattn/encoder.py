@@ -107,8 +107,8 @@ class ViTBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm1(x)
-        x = x + self.dropout(self.self_attn(h, h)[0])
+        query, kv = self.self_attn.project_self(self.norm1(x))
+        x = x + self.dropout(self.self_attn.attend_heads(query, kv)[0])
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 

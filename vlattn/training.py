@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -86,9 +86,28 @@ class TrainConfig:
         for name in ("data", "out"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must be given")
-        for name in ("epochs", "batch_size", "accumulation", "eval_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        least = {"scst_samples": 2} | dict.fromkeys(
+            ("scst_steps", "num_workers", "warmup_steps"), 0
+        )
+        counts = "epochs max_steps batch_size accumulation captions_per_image eval_every "
+        counts += "checkpoint_every scst_samples scst_steps num_workers warmup_steps"
+        for name in counts.split():
+            value = getattr(self, name)
+            if value is not None and value < least.get(name, 1):
+                raise ValueError(f"{name} must be at least {least.get(name, 1)}, got {value}")
+        for name in ("learning_rate", "scst_rate", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("label_smoothing", "average_decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
+                )
+        if self.encoder_weights is not None and not self.captioner.encoder.startswith("timm:"):
+            raise ValueError(
+                "encoder_weights are for an encoder of timm, "
+                f"got encoder {self.captioner.encoder!r}"
+            )
 
 
 @dataclass
@@ -124,6 +143,8 @@ def train(config: TrainConfig) -> Captioner:
     if not train_records:
         raise DataError(f"{config.data} has no pictures to train on")
     captioner = _build(config, out, train_records, resuming)
+    if not resuming:
+        _write_run(config, out, captioner.tokenizer)
 
     data = _dataset(config, captioner, train_records)
     dev = _dataset(config, captioner, dev_records)
@@ -147,6 +168,7 @@ def train(config: TrainConfig) -> Captioner:
         ],
         lr=config.learning_rate,
         betas=(0.9, 0.98),
+        fused=True,
     )
     model, optimizer = accelerator.prepare(captioner, optimizer)
     averaged = AveragedModel(captioner, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
@@ -206,13 +228,15 @@ def train(config: TrainConfig) -> Captioner:
     return Captioner.from_pretrained(out)
 
 
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(config) | {"resume": None}))
+
+
 def _open_run(config: TrainConfig, out: Path) -> bool:
-    """Make the run folder with its settings, or check those of the run that is there."""
-    settings = asdict(config) | {"resume": None}
+    """Whether there is a run to continue, of the same settings; anything else is left alone."""
     file = out / "train.json"
     if config.resume == "auto" and file.is_file():
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        now = json.loads(json.dumps(settings))
+        kept, now = json.loads(file.read_text(encoding="utf-8")), _settings(config)
         changed = sorted(key for key in kept.keys() | now.keys() if kept.get(key) != now.get(key))
         if changed:
             raise ValueError(
@@ -225,10 +249,14 @@ def _open_run(config: TrainConfig, out: Path) -> bool:
             f"{out} is not empty: choose another folder, or continue the run that is there with "
             "--resume auto"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    with write_aside(file) as path:
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return False
+
+
+def _write_run(config: TrainConfig, out: Path, tokenizer: Tokenizer) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    with write_aside(out / "train.json") as path:
+        path.write_text(json.dumps(_settings(config), indent=2) + "\n", encoding="utf-8")
+    tokenizer.save(out / "tokenizer.json")
 
 
 def _precision(wanted: str) -> str:
@@ -261,7 +289,6 @@ def _build(config: TrainConfig, out: Path, records: list[Record], resuming: bool
             min_frequency=config.min_frequency,
             lowercase=config.lowercase,
         )
-        tokenizer.save(file)
     captioner = Captioner(config.captioner, tokenizer, pretrained=config.pretrained)
     if config.encoder_weights is not None:
         captioner.encoder.load_weights(config.encoder_weights)

@@ -112,8 +112,8 @@ def _attend(
 
     # What lies under the mask may be anything. Zero times NaN is NaN, also in the backward pass, so
     # what is not finite is set to zero before it meets a product.
-    finite_query = query.isfinite().all(-1, keepdim=True)  # (B, H, T, 1)
-    finite_key = (key.isfinite().all(-1) & value.isfinite().all(-1))[..., None]  # (B, H, N, 1)
+    finite_query = _finite_rows(query)  # (B, H, T, 1)
+    finite_key = _finite_rows(key) & _finite_rows(value)  # (B, H, N, 1)
     key, value = (x.masked_fill(~finite_key, 0.0) for x in (key, value))
     scores = score(query.masked_fill(~finite_query, 0.0), key)
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
@@ -123,3 +123,9 @@ def _attend(
     spoiled = (mask & ~(finite_query & finite_key.transpose(2, 3))).any(-1, keepdim=True)
     output, weights = (x.masked_fill(spoiled, torch.nan) for x in (output, weights))
     return output, weights if need_weights else None
+
+
+def _finite_rows(x: Tensor) -> Tensor:
+    """(..., D) -> (..., 1): whether all numbers of a row are finite; so is their sum then."""
+    total = x.detach().sum(-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    return total.isfinite()

@@ -140,20 +140,26 @@ class CrossAttention(nn.Module, ABC):
         if query.dim() == 2:
             output, weights = self.attend(query[:, None], kv, mask, need_weights=need_weights)
             return output.squeeze(1), None if weights is None else weights.squeeze(2)
-        return self.attend_heads(self.project_query(query), kv, mask, need_weights=need_weights)
-
-    def project_query(self, query: Tensor) -> Tensor:
-        """(B, T, query_dim) -> (B, H, T, D)."""
         _check_input("query", query, 3, self.query_dim)
-        return _split_heads(_project(self.q_proj, query), self.num_heads)
+        query = self.q_proj(query) if mask is None else _project(self.q_proj, query)
+        heads = _split_heads(query, self.num_heads)
+        return self.attend_heads(heads, kv, mask, need_weights=need_weights)
+
+    def project_self(self, x: Tensor) -> tuple[Tensor, KeyValue]:
+        """Queries (B, H, T, D), keys and values of self-attention, from x (B, T, query_dim)."""
+        query = _split_heads(self.q_proj(x), self.num_heads)
+        key, value = (_split_heads(p(x), self.num_kv_heads) for p in (self.k_proj, self.v_proj))
+        return query, KeyValue(key, value)
 
     def attend_heads(
         self, query: Tensor, kv: KeyValue, mask: Tensor | None = None, *, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """`attend` for queries (B, H, T, D) that `project_query` projected."""
+        """`attend` for queries (B, H, T, D) that are projected too."""
         dropout_p = self.dropout if self.training else 0.0
         output, weights = self._attention(query, kv, mask, dropout_p, need_weights)
-        return _project(self.out_proj, output.transpose(1, 2).flatten(2)), weights
+        output = output.transpose(1, 2).flatten(2)  # (B, T, H * D_v)
+        output = self.out_proj(output) if mask is None else _project(self.out_proj, output)
+        return output, weights
 
     @abstractmethod
     def _attention(
@@ -275,8 +281,9 @@ def _project(projection: nn.Module, x: Tensor) -> Tensor:
     """
     if not torch.is_grad_enabled():
         return projection(x)
-    broken = ~x.isfinite().all(-1, keepdim=True)
-    return projection(x.masked_fill(broken, 0.0)).masked_fill(broken, torch.nan)
+    spoil = (0 * x.detach()).sum(-1, keepdim=True)  # zero, or NaN where a number is not finite
+    output = projection(x.masked_fill(spoil.isnan(), 0.0))
+    return output + spoil.to(output.dtype)
 
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:
