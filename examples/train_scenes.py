@@ -4,10 +4,11 @@
 
 About three minutes on two CPU cores. Writes a model folder and `words.png`, a contact sheet of the
 region that each word came from, and prints how many of the test pictures are described with every
-object's colour and shape right. Further flags are those of `vlattn train`.
+object's colour and shape right. Takes the flags of `vlattn train`, which beat the recipe below.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from vlattn import Captioner, metrics
@@ -17,17 +18,22 @@ from vlattn.data.scenes import described, scenes
 from vlattn.evaluation import write_captions
 from vlattn.visualization import contact_sheet
 
+RECIPE = (
+    "--data scenes --dim 128 --num-heads 4 --dropout 0 --label-smoothing 0 --captions-per-image 2 "
+    "--epochs 8 --learning-rate 2e-3 --warmup-steps 100 --average-decay 0.99 --eval-every 2"
+).split()
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], add_help=False)
+
+def main(flags: list[str]) -> int:
+    parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--out", default="runs/scenes")
-    known, flags = parser.parse_known_args()
+    out = parser.parse_known_args(flags)[0].out
 
     # 1. Train.
-    status = train_main(["--data", "scenes", "--out", known.out, *flags])
+    status = train_main([*RECIPE, "--out", out, *flags])
     if status:
         return status
-    captioner = Captioner.from_pretrained(known.out)
+    captioner = Captioner.from_pretrained(out)
 
     # 2. Score: on pictures like those it saw, and on pairs of colour and shape that it never saw.
     for split in ("test", "test_novel"):
@@ -38,16 +44,16 @@ def main() -> int:
         written = write_captions(captioner, data)
         scores = metrics.score(written, {r.name: list(r.captions) for r in records})
         right = sum(described(written[r.name]) == described(r.captions[0]) for r in records)
-        share = f"every colour and shape right {100 * right / len(records):.1f} %"
+        share = f"every colour and shape right in {100 * right / len(records):.1f} %"
         print(f"{split}, {len(records)} images: {share}  {scores}")
 
     # 3. Look: one row per picture, and the region of each word.
     pictures = [record.image for record in scenes("test", count=6)]
-    sheet = Path(known.out) / "words.png"
+    sheet = Path(out) / "words.png"
     contact_sheet(captioner.caption(pictures)).save(sheet)
     print(f"the words and their regions are in {sheet}")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -42,11 +42,11 @@ class CaptionerConfig:
     finetune_encoder: bool = option(False, "a timm encoder learns too")
     image_size: tuple[int, int] | None = option(None, "of the input; the encoder's own if not set")
     resize: Literal["squeeze", "crop", "pad"] = option("squeeze", "how pictures get that size")
-    patch_size: int = option(8, "side of a patch of the vit, in pixels")
+    patch_size: int = option(16, "side of a patch of the vit, in pixels")
     encoder_dim: int = option(128, "width of the vit")
-    encoder_depth: int = option(3, "blocks of the vit")
+    encoder_depth: int = option(2, "blocks of the vit")
     encoder_heads: int = option(4, "attention heads of the vit")
-    encoder_positions: Literal["learned", "sine"] = option("learned", "positions of the vit")
+    encoder_positions: Literal["learned", "sine"] = option("sine", "positions of the vit")
     num_registers: int = option(0, "register tokens of the vit")
     stem: bool = option(True, "patches of the vit by several small convolutions")
     attention: Literal["additive", "scaled_dot_product"] = option(
@@ -453,7 +453,7 @@ def _make_encoder(config: CaptionerConfig, pretrained: bool) -> ViT | TimmEncode
     if config.encoder != "vit":
         raise ValueError(f"encoder must be 'vit' or 'timm:<name>', got {config.encoder!r}")
     return ViT(
-        config.image_size or (64, 64),
+        config.image_size or (96, 96),
         config.patch_size,
         dim=config.encoder_dim,
         depth=config.encoder_depth,

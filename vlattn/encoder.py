@@ -53,13 +53,14 @@ class PatchEmbed(nn.Module):
 
 
 def _conv_stem(patch_size: int, in_channels: int, dim: int) -> nn.Sequential:
+    """Each convolution halves the sides; 4 x 4 kernels keep a token on the middle of its patch."""
     halvings = patch_size.bit_length() - 1
     if patch_size != 2**halvings or halvings == 0:
         raise ValueError(f"patch_size of a stem must be a power of two above 1, got {patch_size}")
     layers: list[nn.Module] = []
-    for step in range(halvings, 0, -1):
-        width = max(dim >> step, 16)
-        layers += [nn.Conv2d(in_channels, width, 3, 2, 1), nn.GroupNorm(1, width), nn.ReLU()]
+    for step in reversed(range(halvings)):
+        width = max(dim >> step, 32)
+        layers += [nn.Conv2d(in_channels, width, 4, 2, 1), nn.BatchNorm2d(width), nn.ReLU()]
         in_channels = width
     return nn.Sequential(*layers, nn.Conv2d(in_channels, dim, 1))
 
