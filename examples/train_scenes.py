@@ -20,7 +20,8 @@ from vlattn.visualization import contact_sheet
 
 RECIPE = (
     "--data scenes --dim 128 --num-heads 4 --dropout 0 --label-smoothing 0 --captions-per-image 2 "
-    "--epochs 8 --learning-rate 2e-3 --warmup-steps 100 --average-decay 0.99 --eval-every 2"
+    "--epochs 10 --learning-rate 1.5e-3 --warmup-steps 100 --average-decay 0.97 --eval-every 2 "
+    "--attention-supervision 1"
 ).split()
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from vlattn.data.dataset import CaptionDataset, collate, epoch_batches, pack
-from vlattn.data.layouts import Record
+from vlattn.data.layouts import Phrase, Record
 from vlattn.images import Preprocess
 from vlattn.tokenizer import Tokenizer
 
@@ -192,6 +192,39 @@ def test_kept_features_are_read_in_place_of_pictures(records, tokenizer, tmp_pat
     batch = collate([data[0], data[1]])
     assert batch.indices == (0,) and torch.equal(batch.images, torch.from_numpy(kept[:1]))
     assert len(batch.skipped) == 1 and "'bad.jpg'" in batch.skipped[0]
+
+
+# ---- regions ----
+
+
+def test_regions_are_the_patches_under_the_boxes_of_the_targets_phrase(tokenizer):
+    """Counted on a raster of 12 x 12 points per patch; begin, end and other words have none."""
+    boxes = ((0.0, 0.25, 0.5, 0.625), (0.75, 0.5, 1.0, 1.0))
+    text = "we see a red ring and a blue star"
+    phrase = Phrase(text.index("a red"), text.index(" and"), "object", boxes)
+    image = np.zeros((40, 60, 3), np.uint8)
+    record = Record(image, ("a blue star", text), phrases=((), (phrase,)))
+    data = dataset([record], tokenizer, captions_per_image=1, grid_size=(4, 6)).epoch(1)
+    batch = collate([data[0]])
+    expected = np.zeros((4, 6))
+    for x0, y0, x1, y1 in boxes:
+        for row in range(48):
+            for column in range(72):
+                x, y = (column + 0.5) / 72, (row + 0.5) / 48
+                if x0 <= x < x1 and y0 <= y < y1:
+                    expected[row // 12, column // 12] += 1 / 144
+    words = [tokenizer.decode([token]) for token in batch.targets.tolist()]
+    assert words == [*text.split(), ""]
+    for number, word in enumerate(words):
+        inside = expected if number in (2, 3, 4) else np.zeros((4, 6))
+        np.testing.assert_allclose(
+            batch.regions[number].view(4, 6), inside, atol=1e-6, err_msg=word
+        )
+
+
+def test_a_data_set_without_a_grid_has_no_regions(records, tokenizer):
+    data = dataset(records, tokenizer)
+    assert collate([data[1]]).regions is None
 
 
 # ---- the order of an epoch ----

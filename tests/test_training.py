@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 from vlattn import training
 from vlattn.attention import ATTENTIONS
 from vlattn.captioner import Captioner, CaptionerConfig
-from vlattn.data.dataset import pack
 from vlattn.data.scenes import scenes
 from vlattn.self_critical import END, SelfCritical, policy_loss
-from vlattn.training import TrainConfig, token_loss, train
+from vlattn.training import TrainConfig, region_loss, token_loss, train
 
 SMALL = CaptionerConfig(
     image_size=(32, 32),
@@ -343,6 +342,10 @@ def test_self_critical_training_raises_the_reward(tmp_path, folder):
         ({"scst_steps": -1}, "scst_steps must be at least 0, got -1"),
         ({"learning_rate": 0.0}, "learning_rate must be positive, got 0.0"),
         ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1, got 1.0"),
+        (
+            {"attention_supervision": 1.0, "captioner": replace(SMALL, resize="crop")},
+            "attention_supervision needs pictures that are seen whole",
+        ),
         ({"encoder_weights": "x"}, "encoder_weights are for an encoder of timm, got encoder 'vit'"),
     ],
 )
@@ -365,9 +368,43 @@ def test_diverging_loss_stops_and_keeps_what_is_good(tmp_path, folder, monkeypat
     Captioner.from_pretrained(tmp_path / "run")
 
 
-def test_pack_puts_targets_one_ahead():
-    packed, targets = pack([[[1, 7, 8, 2], [1, 9, 2]], [[1, 5, 2]]])
-    assert packed.tokens.tolist() == [[1, 7, 8, 1, 9], [1, 5, 0, 0, 0]]
-    assert packed.places.tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 0, 0]]
-    assert packed.segments.tolist() == [[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]]
-    assert targets.tolist() == [7, 8, 2, 9, 2, 5, 2]
+def test_region_loss_equals_a_loop():
+    torch.manual_seed(0)
+    weights = torch.rand(3, 2, 4, 6).softmax(-1)  # (K, L, H, N)
+    regions = torch.rand(3, 6) * (torch.rand(3, 6) > 0.5)
+    regions[1] = 0.0  # a target without boxes
+    expected = 0.0
+    for target in (0, 2):
+        inside = 0.0
+        for patch in range(6):
+            mean = sum(float(weights[target, i, j, patch]) for i in range(2) for j in range(4)) / 8
+            inside += mean * float(regions[target, patch])
+        expected -= np.log(inside)
+    assert float(region_loss(weights, regions)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_supervised_attention_looks_into_the_boxes(tmp_path, monkeypatch, pictures):
+    """The share of the words' attention that falls into their boxes, with and without."""
+    records = [r._replace(split="train") for r in pictures]
+    monkeypatch.setattr(training, "read_records", lambda *_, **__: (records, "fourteen scenes"))
+    captioner = replace(SMALL, patch_size=8)
+    inside = {}
+    for strength in (0.0, 1.0):
+        trained = train(
+            config(
+                "scenes",
+                tmp_path / f"{strength}",
+                captioner=captioner,
+                attention_supervision=strength,
+                max_steps=60,
+                learning_rate=3e-3,
+                average_decay=0.9,
+            )
+        )
+        data = training._dataset(config("a", "b"), trained, records, trained.encoder.grid_size)
+        batch = training.collate([data[i] for i in range(len(data))])
+        with torch.no_grad():
+            _, weights = trained(batch.images, batch.packed, need_weights=True)
+        share = (weights.mean((1, 2)) * batch.regions).sum(-1)
+        inside[strength] = float(share[batch.regions.any(-1)].mean())
+    assert inside[1.0] > 1.5 * inside[0.0]

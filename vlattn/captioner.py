@@ -86,7 +86,10 @@ class CaptionerConfig:
 
 
 class CaptionerOutput(NamedTuple):
-    """Logits (R, T, V), and cross-attention weights (R, L, H, T, N) where asked for."""
+    """Logits (R, T, V), and cross-attention weights (R, L, H, T, N) where asked for.
+
+    `Captioner.forward` gives the K real tokens alone: (K, V) and (K, L, H, N).
+    """
 
     logits: Tensor
     weights: Tensor | None
@@ -182,20 +185,30 @@ class Captioner(nn.Module):
         hidden, weights = self.decoder(tokens, cache, need_weights=need_weights)
         return CaptionerOutput(self.decoder.logits(hidden), weights)
 
-    def forward(self, images: Tensor, packed: PackedTokens) -> Tensor:
-        """The training pass: logits (K, V) of the K real tokens, row by row, without padding.
+    def forward(
+        self, images: Tensor, packed: PackedTokens, need_weights: bool = False
+    ) -> CaptionerOutput:
+        """The training pass: the K real tokens, row by row, without padding.
 
         Args:
             images: pixels, or kept features; see `features`.
             packed: the captions of each picture in one row.
+            need_weights: also return the weights of cross-attention.
         """
         cache = self.decoder.start(self.memory(self.features(images)))
         segments = packed.segments
         same_caption = segments[:, :, None] == segments[:, None]  # (B, T, T)
-        hidden, _ = self.decoder(
-            packed.tokens, cache, places=packed.places, mask=same_caption.tril()
+        hidden, weights = self.decoder(
+            packed.tokens,
+            cache,
+            places=packed.places,
+            mask=same_caption.tril(),
+            need_weights=need_weights,
         )
-        return self.decoder.logits(hidden[segments > 0])
+        real = segments > 0
+        if weights is not None:
+            weights = weights.permute(0, 3, 1, 2, 4)[real]  # (K, L, H, N)
+        return CaptionerOutput(self.decoder.logits(hidden[real]), weights)
 
     @torch.inference_mode()
     def generate(

@@ -70,6 +70,9 @@ class TrainConfig:
     clip_norm: float = option(1.0, "longest gradient")
     label_smoothing: float = option(0.1, "share of the target spread over all tokens")
     average_decay: float = option(0.998, "decay of the moving average of the weights")
+    attention_supervision: float = option(
+        0.0, "weight of the loss that draws the words' attention into their phrases' boxes"
+    )
     scst_steps: int = option(0, "steps of self-critical training (CIDEr-D) after the epochs")
     scst_rate: float = option(5e-5, "learning rate of self-critical training")
     scst_samples: int = option(5, "captions drawn per picture in self-critical training")
@@ -107,6 +110,11 @@ class TrainConfig:
             raise ValueError(
                 "encoder_weights are for an encoder of timm, "
                 f"got encoder {self.captioner.encoder!r}"
+            )
+        if self.attention_supervision and self.captioner.resize != "squeeze":
+            raise ValueError(
+                "attention_supervision needs pictures that are seen whole: resize 'squeeze', "
+                f"got {self.captioner.resize!r}"
             )
 
 
@@ -146,7 +154,8 @@ def train(config: TrainConfig) -> Captioner:
     if not resuming:
         _write_run(config, out, captioner.tokenizer)
 
-    data = _dataset(config, captioner, train_records)
+    grid_size = captioner.encoder.grid_size if config.attention_supervision else None
+    data = _dataset(config, captioner, train_records, grid_size)
     dev = _dataset(config, captioner, dev_records)
     if data.truncated:
         limit = captioner.config.max_len
@@ -295,13 +304,19 @@ def _build(config: TrainConfig, out: Path, records: list[Record], resuming: bool
     return captioner
 
 
-def _dataset(config: TrainConfig, captioner: Captioner, records: list[Record]) -> CaptionDataset:
+def _dataset(
+    config: TrainConfig,
+    captioner: Captioner,
+    records: list[Record],
+    grid_size: tuple[int, int] | None = None,
+) -> CaptionDataset:
     return CaptionDataset(
         records,
         captioner.tokenizer,
         captioner.preprocess,
         max_len=captioner.config.max_len,
         captions_per_image=config.captions_per_image,
+        grid_size=grid_size,
     )
 
 
@@ -374,10 +389,14 @@ def _train_step(
         if batch.targets.numel() == 0:
             continue
         batch = batch.to(accelerator.device)
-        logits = model(batch.images, batch.packed)
+        supervised = config.attention_supervision > 0 and batch.regions is not None
+        logits, weights = model(batch.images, batch.packed, need_weights=supervised)
         loss = token_loss(logits, batch.targets, config.label_smoothing) / num_targets
-        accelerator.backward(loss)
         total += loss.item()
+        if supervised:
+            drawn = region_loss(weights, batch.regions) / num_targets
+            loss = loss + config.attention_supervision * drawn
+        accelerator.backward(loss)
     if not math.isfinite(total):
         raise ValueError(
             f"step {step}: the loss became {total}: lower learning_rate={config.learning_rate}; "
@@ -385,6 +404,19 @@ def _train_step(
         )
     _update(accelerator, model, optimizer, rate, config.clip_norm)
     return total
+
+
+def region_loss(weights: Tensor, regions: Tensor) -> Tensor:
+    """Minus the log of the attention inside the boxes, summed over the targets that have any.
+
+    After Liu et al., "Attention Correctness in Neural Image Captioning", AAAI 2017.
+
+    Args:
+        weights: (K, L, H, N) cross-attention.
+        regions: (K, N) share of each patch inside the boxes of the target's phrase.
+    """
+    inside = (weights.float().mean((1, 2)) * regions).sum(-1)  # (K,)
+    return -inside[regions.any(-1)].clamp(min=1e-6).log().sum()
 
 
 def _scst_step(
@@ -408,7 +440,7 @@ def _scst_step(
     num_targets = max(1, sum(batch.targets.numel() for batch, _, _ in drawn))
     for batch, advantages, _ in drawn:
         batch = batch.to(accelerator.device)
-        logits = model(batch.images, batch.packed)
+        logits, _ = model(batch.images, batch.packed)
         loss = policy_loss(logits, batch.targets, advantages.to(accelerator.device)) / num_targets
         accelerator.backward(loss)
     _update(accelerator, model, optimizer, rate, config.clip_norm)

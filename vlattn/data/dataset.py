@@ -26,6 +26,8 @@ class Batch(NamedTuple):
         images: (B, 3, S_h, S_w) pixels, or (B, N, D) features of a frozen encoder.
         packed: the captions, see `PackedTokens`.
         targets: (K,) the token that follows each of the K real ones in `packed`, row by row.
+        regions: (K, N) share of each patch that the boxes of the target's phrase cover, zeros for
+            a target without boxes; None unless the data set has a grid.
         skipped: why pictures that belong here could not be read, a line each.
     """
 
@@ -33,21 +35,29 @@ class Batch(NamedTuple):
     images: Tensor
     packed: PackedTokens
     targets: Tensor
+    regions: Tensor | None
     skipped: tuple[str, ...]
 
     def to(self, device: torch.device) -> "Batch":
         packed = PackedTokens(*(x.to(device) for x in self.packed))
         return self._replace(
-            images=self.images.to(device), packed=packed, targets=self.targets.to(device)
+            images=self.images.to(device),
+            packed=packed,
+            targets=self.targets.to(device),
+            regions=None if self.regions is None else self.regions.to(device),
         )
 
 
 class Example(NamedTuple):
-    """A record's index, its pixels or features or what is wrong with the picture, its captions."""
+    """A record's index, its pixels or features or what is wrong with the picture, its captions.
+
+    `regions` has a row for each target of its captions, as in `Batch`.
+    """
 
     index: int
     image: Tensor | ImageError
     captions: list[list[int]]
+    regions: Tensor | None = None
 
 
 class CaptionDataset(Dataset):
@@ -72,48 +82,72 @@ class CaptionDataset(Dataset):
         max_len: int,
         captions_per_image: int = 5,
         features: np.ndarray | None = None,
+        grid_size: tuple[int, int] | None = None,
     ):
         self.records, self.preprocess, self.features = records, preprocess, features
-        self.captions_per_image = captions_per_image
+        self.captions_per_image, self.grid_size = captions_per_image, grid_size
         ids = iter(tokenizer.encode_batch([text for r in records for text in r.captions]))
         bos, eos = tokenizer.bos_id, tokenizer.eos_id
         self.captions = [
             [[bos, *next(ids), eos][: max_len + 1] for _ in r.captions] for r in records
         ]
+        self.chosen = [range(len(r.captions)) for r in records]  # which of its captions are read
+        self.tokenizer = tokenizer
         self.truncated = sum(c[-1] != eos for captions in self.captions for c in captions)
 
     def epoch(self, number: int) -> "CaptionDataset":
         """The same pictures with the captions whose turn it is in an epoch, counted from 0."""
         turn = copy.copy(self)
         count = self.captions_per_image
-        turn.captions = [
-            captions
+        turn.chosen = [
+            range(len(captions))
             if len(captions) <= count
-            else [captions[(number * count + i) % len(captions)] for i in range(count)]
+            else [(number * count + i) % len(captions) for i in range(count)]
             for captions in self.captions
         ]
         return turn
 
     def lengths(self) -> list[int]:
         """Tokens of each picture's row."""
-        return [sum(len(c) - 1 for c in captions) for captions in self.captions]
+        return [
+            sum(len(captions[k]) - 1 for k in chosen)
+            for captions, chosen in zip(self.captions, self.chosen)
+        ]
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getitem__(self, index: int) -> Example:
         """A record's example; its captions run from begin to end token."""
+        captions = [self.captions[index][k] for k in self.chosen[index]]
         if self.features is not None:
             features = torch.tensor(self.features[index])
             if features.isnan().any():
                 name = self.records[index].name
                 return Example(index, ImageError(f"{name!r} could not be read when encoded"), [])
-            return Example(index, features, self.captions[index])
+            return Example(index, features, captions, self._regions(index))
         try:
             pixels, _ = self.preprocess(open_image(self.records[index].image))
         except ImageError as error:
             return Example(index, error, [])
-        return Example(index, pixels, self.captions[index])
+        return Example(index, pixels, captions, self._regions(index))
+
+    def _regions(self, index: int) -> Tensor | None:
+        """(targets, N) of the captions that are read, one after the other."""
+        if self.grid_size is None:
+            return None
+        record, rows = self.records[index], []
+        for k in self.chosen[index]:
+            tokens = self.captions[index][k][1:]  # the targets
+            regions = torch.zeros(len(tokens), self.grid_size[0] * self.grid_size[1])
+            words = self.tokenizer.words(tokens)
+            for phrase in record.phrases[k] if record.phrases else ():
+                covered = _coverage(phrase.boxes, self.grid_size)
+                for word in words:
+                    if word.start < phrase.end and word.end > phrase.start:
+                        regions[word.first : word.last] = covered
+            rows.append(regions)
+        return torch.cat(rows) if rows else torch.zeros(0, self.grid_size[0] * self.grid_size[1])
 
 
 def collate(examples: Sequence[Example]) -> Batch:
@@ -126,8 +160,24 @@ def collate(examples: Sequence[Example]) -> Batch:
         images=torch.stack([e.image for e in examples]) if examples else torch.empty(0),
         packed=packed,
         targets=targets,
+        regions=torch.cat([e.regions for e in examples])
+        if examples and examples[0].regions is not None
+        else None,
         skipped=skipped,
     )
+
+
+def _coverage(
+    boxes: Sequence[tuple[float, float, float, float]], grid_size: tuple[int, int]
+) -> Tensor:
+    """(N,) share of each patch that the largest part of one of the boxes covers."""
+    rows, columns = (torch.arange(side) for side in grid_size)
+    covered = torch.zeros(grid_size)
+    for x0, y0, x1, y1 in boxes:
+        down = (rows + 1).clamp(max=y1 * len(rows)) - rows.clamp(min=y0 * len(rows))
+        across = (columns + 1).clamp(max=x1 * len(columns)) - columns.clamp(min=x0 * len(columns))
+        covered = covered.maximum(down.clamp(min=0)[:, None] * across.clamp(min=0))
+    return covered.flatten()
 
 
 def pack(captions: Sequence[Sequence[Sequence[int]]]) -> tuple[PackedTokens, Tensor]:

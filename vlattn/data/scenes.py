@@ -96,7 +96,7 @@ def described(caption: str) -> Counter[tuple[str, str]]:
 
 def _record(split: str, index: int, size: int) -> Record:
     rng = Random(f"{split}/{index}")
-    picture, things = _draw(rng, _choose_pairs(rng, split), size)
+    picture, things = _draw(rng, _choose_pairs(rng, novel=split == "test_novel"), size)
     captions, phrases = zip(*_captions(rng, things))
     return Record(picture, captions, split, phrases, f"{split}-{index:04d}")
 
@@ -104,14 +104,10 @@ def _record(split: str, index: int, size: int) -> Record:
 # --- the picture ----------------------------------------------------------------------------------
 
 
-def _choose_pairs(rng: Random, split: str) -> list[tuple[str, str]]:
-    """One to four (colour, shape) pairs, some of them repeated.
-
-    Pictures to learn from hold fewer than those of the tests: a lone object teaches its name best.
-    """
-    pairs = [rng.choice(HELD_OUT if split == "test_novel" else _PAIRS)]
-    weights = (5, 3, 2, 2) if split == "train" else (2, 4, 4, 3)
-    for _ in range(rng.choices(range(4), weights)[0]):
+def _choose_pairs(rng: Random, *, novel: bool) -> list[tuple[str, str]]:
+    """One to four (colour, shape) pairs, some of them repeated."""
+    pairs = [rng.choice(HELD_OUT if novel else _PAIRS)]
+    for _ in range(rng.choices((0, 1, 2, 3), (2, 4, 4, 3))[0]):
         pairs.append(rng.choice(pairs) if rng.random() < 0.3 else rng.choice(_PAIRS))
     rng.shuffle(pairs)
     return pairs
