@@ -433,7 +433,7 @@ def test_packed_captions_are_read_as_if_alone(make_captioner, records, attention
     data = CaptionDataset(some, captioner.tokenizer, captioner.preprocess, max_len=64)
     batch = collate([data[i] for i in range(3)])
     with torch.no_grad():
-        logits = captioner(batch.images, batch.packed)
+        logits, _ = captioner(batch.images, batch.packed)
         expected = []
         for i in range(3):
             features = captioner.encode(batch.images[i : i + 1])

@@ -27,7 +27,8 @@ def test_train_scenes(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     for split, count in (("test", 500), ("test_novel", 200)):
         assert f"{split}, {count} images: every colour and shape right in" in shown
-    assert Image.open(out / "words.png").width > 500
+    with Image.open(out / "words.png") as sheet:
+        assert sheet.width > 500
 
 
 def test_train_captioner(tmp_path, monkeypatch, capsys, write_imagefolder, records):
