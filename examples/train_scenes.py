@@ -2,7 +2,7 @@
 
     python examples/train_scenes.py --out runs/scenes
 
-About three minutes on two CPU cores. Writes a model folder and `words.png`, a contact sheet of the
+Eight minutes on two slow CPU cores. Writes a model folder and `words.png`, a contact sheet of the
 region that each word came from, and prints how many of the test pictures are described with every
 object's colour and shape right. Takes the flags of `vlattn train`, which beat the recipe below.
 """
