@@ -11,11 +11,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from vlattn import Captioner, metrics
+from vlattn import Captioner
 from vlattn.cli import train_main
 from vlattn.data.dataset import CaptionDataset
 from vlattn.data.scenes import described, scenes
-from vlattn.evaluation import write_captions
+from vlattn.evaluation import score_captions, write_captions
 from vlattn.visualization import contact_sheet
 
 RECIPE = (
@@ -43,7 +43,7 @@ def main(flags: list[str]) -> int:
             records, captioner.tokenizer, captioner.preprocess, max_len=captioner.config.max_len
         )
         written = write_captions(captioner, data)
-        scores = metrics.score(written, {r.name: list(r.captions) for r in records})
+        scores = score_captions(written, records)
         right = sum(described(written[r.name]) == described(r.captions[0]) for r in records)
         share = f"every colour and shape right in {100 * right / len(records):.1f} %"
         print(f"{split}, {len(records)} images: {share}  {scores}")

@@ -17,7 +17,7 @@ from vlattn import metrics
 from vlattn.captioner import Captioner, CaptionerConfig
 from vlattn.data.dataset import CaptionDataset
 from vlattn.data.layouts import DataError, read_records
-from vlattn.evaluation import write_captions
+from vlattn.evaluation import score_captions, write_captions
 from vlattn.files import write_aside
 from vlattn.images import ImageError
 from vlattn.training import TrainConfig, train
@@ -192,8 +192,7 @@ def _evaluate(
     written = write_captions(captioner, dataset, **generation)
     if not written:
         raise DataError(f"none of the pictures of split {split!r} could be read")
-    references = {r.name: list(r.captions) for r in chosen if r.name in written}
-    scores = metrics.score(written, references)
+    scores = score_captions(written, chosen)
     print(f"{split}, {len(written):,} images: {scores}")
     if report:
         _write_report(Path(report), scores, written)

@@ -3,7 +3,7 @@
 N patches, D width of the encoder.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,10 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from vlattn import metrics
 from vlattn.captioner import Captioner
 from vlattn.data.dataset import Batch, CaptionDataset, collate
+from vlattn.data.layouts import Record
 from vlattn.files import write_aside
 
 
@@ -43,6 +45,12 @@ def write_captions(
             text = captioner.tokenizer.decode(best.tokens)
             written[dataset.records[index].name] = text
     return written
+
+
+def score_captions(written: dict[str, str], records: Sequence[Record]) -> metrics.Scores:
+    """Score captions, as `write_captions` gives them, against those of the records."""
+    references = {r.name: list(r.captions) for r in records if r.name in written}
+    return metrics.score(written, references)
 
 
 @torch.inference_mode()

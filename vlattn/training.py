@@ -24,11 +24,10 @@ from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from vlattn import metrics
 from vlattn.captioner import Captioner, CaptionerConfig, option
 from vlattn.data.dataset import Batch, CaptionDataset, collate, epoch_batches
 from vlattn.data.layouts import DataError, Record, read_records
-from vlattn.evaluation import encode_pictures, write_captions
+from vlattn.evaluation import encode_pictures, score_captions, write_captions
 from vlattn.files import write_aside
 from vlattn.self_critical import SelfCritical, policy_loss
 from vlattn.tokenizer import Tokenizer
@@ -89,15 +88,16 @@ class TrainConfig:
         for name in ("data", "out"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must be given")
-        least = {"scst_samples": 2} | dict.fromkeys(
-            ("scst_steps", "num_workers", "warmup_steps"), 0
-        )
-        counts = "epochs max_steps batch_size accumulation captions_per_image eval_every "
-        counts += "checkpoint_every scst_samples scst_steps num_workers warmup_steps"
-        for name in counts.split():
+        least = {
+            **dict.fromkeys(("epochs", "max_steps", "batch_size", "accumulation"), 1),
+            **dict.fromkeys(("captions_per_image", "eval_every", "checkpoint_every"), 1),
+            **dict.fromkeys(("warmup_steps", "scst_steps", "num_workers"), 0),
+            "scst_samples": 2,
+        }
+        for name, low in least.items():
             value = getattr(self, name)
-            if value is not None and value < least.get(name, 1):
-                raise ValueError(f"{name} must be at least {least.get(name, 1)}, got {value}")
+            if value is not None and value < low:
+                raise ValueError(f"{name} must be at least {low}, got {value}")
         for name in ("learning_rate", "scst_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -389,7 +389,7 @@ def _train_step(
         if batch.targets.numel() == 0:
             continue
         batch = batch.to(accelerator.device)
-        supervised = config.attention_supervision > 0 and batch.regions is not None
+        supervised = batch.regions is not None
         logits, weights = model(batch.images, batch.packed, need_weights=supervised)
         loss = token_loss(logits, batch.targets, config.label_smoothing) / num_targets
         total += loss.item()
@@ -473,10 +473,9 @@ def _evaluate(captioner: Captioner, dev: CaptionDataset, board: SummaryWriter, s
     if not len(dev):
         return 0.0
     written = write_captions(captioner.eval(), dev, num_beams=1)
-    references = {r.name: list(r.captions) for r in dev.records if r.name in written}
     if not written:
         return 0.0
-    scores = metrics.score(written, references)
+    scores = score_captions(written, dev.records)
     tqdm.write(f"step {step}: dev {scores}")
     board.add_scalar("dev/cider", scores.cider, step)
     board.add_scalar("dev/bleu_4", scores.bleu[3], step)

@@ -136,10 +136,11 @@ class CaptionDataset(Dataset):
         """(targets, N) of the captions that are read, one after the other."""
         if self.grid_size is None:
             return None
-        record, rows = self.records[index], []
+        record, num_patches = self.records[index], self.grid_size[0] * self.grid_size[1]
+        rows = [torch.zeros(0, num_patches)]
         for k in self.chosen[index]:
             tokens = self.captions[index][k][1:]  # the targets
-            regions = torch.zeros(len(tokens), self.grid_size[0] * self.grid_size[1])
+            regions = torch.zeros(len(tokens), num_patches)
             words = self.tokenizer.words(tokens)
             for phrase in record.phrases[k] if record.phrases else ():
                 covered = _coverage(phrase.boxes, self.grid_size)
@@ -147,7 +148,7 @@ class CaptionDataset(Dataset):
                     if word.start < phrase.end and word.end > phrase.start:
                         regions[word.first : word.last] = covered
             rows.append(regions)
-        return torch.cat(rows) if rows else torch.zeros(0, self.grid_size[0] * self.grid_size[1])
+        return torch.cat(rows)
 
 
 def collate(examples: Sequence[Example]) -> Batch:
