@@ -11,7 +11,7 @@ import sys
 
 from vlattn.cli import train_main
 
-RECIPE = "--epochs 8 --dropout 0.2 --scst-steps 300".split()
+RECIPE = "--epochs 8 --batch-size 16 --dropout 0.2 --scst-steps 300".split()
 
 if __name__ == "__main__":
     raise SystemExit(train_main([*RECIPE, *sys.argv[1:]]))
