@@ -216,7 +216,7 @@ def _surface(rng: Random, colour: str, texture: str, radius: int) -> Image.Image
 
 
 def _captions(rng: Random, things: list[Thing]) -> Iterator[tuple[str, tuple[Phrase, ...]]]:
-    """Three captions that list the objects, two that say how some lie where that is clear."""
+    """Objects from left to right; two captions say how neighbours lie, where that is clear."""
     plain = _groups(things, lambda thing: "")
     detail = rng.choice((lambda thing: thing.size + " ", lambda thing: thing.texture + " "))
     openers = rng.sample(_OPENERS, 5)
@@ -226,13 +226,8 @@ def _captions(rng: Random, things: list[Thing]) -> Iterator[tuple[str, tuple[Phr
     relations = list(_relations(plain))
     rng.shuffle(relations)
     for k in range(2):
-        if not relations:
-            yield _write(openers[3 + k], *_listed(plain))
-            continue
-        first, relation, second = relations[k % len(relations)]
-        rest = [group for group in plain if group not in (first, second)]
-        be, link = rng.choice((("", ", with "), (" {be}", ", and there {be} ")))
-        yield _write(first, be, f" {relation} ", second, *((link, *_listed(rest)) if rest else ()))
+        told = relations[k % len(relations)] if relations else (plain,)
+        yield _write(openers[3 + k], *_listed(*told, link=rng.choice((" ", " that {be} "))))
 
 
 def _groups(things: list[Thing], detail: Callable[[Thing], str]) -> list[Group]:
@@ -250,15 +245,19 @@ def _groups(things: list[Thing], detail: Callable[[Thing], str]) -> list[Group]:
     return groups
 
 
-def _relations(groups: list[Group]) -> Iterator[tuple[Group, str, Group]]:
-    """Every "A above B" that holds clearly for all objects of A and all of B."""
-    for first, second in itertools.permutations(groups, 2):
-        for axis, (before, after) in enumerate(_DIRECTIONS):
+def _relations(groups: list[Group]) -> Iterator[tuple[list[Group], int, str]]:
+    """(groups, k, "above") where that clearly holds for all of group k and all of group k + 1.
+
+    The groups are in their order; two alone may be told in either.
+    """
+    for order in (groups, groups[::-1]) if len(groups) == 2 else (groups,):
+        for k, (first, second) in enumerate(itertools.pairwise(order)):
             pairs = [(a.box, b.box) for a in first.things for b in second.things]
-            if all(_precedes(a, b, axis) for a, b in pairs):
-                yield first, before, second
-            if all(_precedes(b, a, axis) for a, b in pairs):
-                yield first, after, second
+            for axis, (before, after) in enumerate(_DIRECTIONS):
+                if all(_precedes(a, b, axis) for a, b in pairs):
+                    yield order, k, before
+                if all(_precedes(b, a, axis) for a, b in pairs):
+                    yield order, k, after
 
 
 def _precedes(a: tuple[float, ...], b: tuple[float, ...], axis: int) -> bool:
@@ -267,11 +266,19 @@ def _precedes(a: tuple[float, ...], b: tuple[float, ...], axis: int) -> bool:
     return b[axis] - a[axis + 2] >= _GAP and abs(across) <= 0.6 * along
 
 
-def _listed(groups: list[Group]) -> Iterator[Group | str]:
-    for k, group in enumerate(groups):
-        if k:
-            yield " and " if k == len(groups) - 1 else ", "
+def _listed(
+    groups: list[Group], related: int | None = None, relation: str = "", *, link: str = ""
+) -> Iterator[Group | str]:
+    """The groups one after the other; group `related` has its relation to the next one told."""
+    joints = [", "] * (len(groups) - 1)
+    plain = [k for k in range(len(joints)) if k != related]
+    if plain:
+        joints[plain[-1]] = " and "
+    if related is not None:
+        joints[related] = f"{link}{relation} "
+    for group, joint in itertools.zip_longest(groups, joints, fillvalue=""):
         yield group
+        yield joint
 
 
 def _write(*parts: str | Group) -> tuple[str, tuple[Phrase, ...]]:
