@@ -102,8 +102,8 @@ class CaptionDataset(Dataset):
         turn.chosen = [
             range(len(captions))
             if len(captions) <= count
-            else [(number * count + i) % len(captions) for i in range(count)]
-            for captions in self.captions
+            else [(number * count + index + i) % len(captions) for i in range(count)]
+            for index, captions in enumerate(self.captions)
         ]
         return turn
 
