@@ -234,7 +234,7 @@ def test_a_data_set_without_a_grid_has_no_regions(records, tokenizer):
 @pytest.mark.parametrize(("number", "batch_size"), [(500, 16), (33, 4), (7, 16), (1, 3), (0, 3)])
 def test_an_epoch_shows_each_row_once(number, batch_size):
     lengths = np.random.default_rng(0).integers(5, 60, number).tolist()
-    batches = epoch_batches(lengths, batch_size, seed=1, epoch=2)
+    batches = epoch_batches(lengths, batch_size, seed=1, epoch=2, window=3)
     assert sorted(i for batch in batches for i in batch) == list(range(number))
     assert all(1 <= len(batch) <= batch_size for batch in batches)
     assert len(batches) == -(-number // batch_size)
@@ -244,10 +244,12 @@ def test_epochs_are_reproducible_and_differ():
     """Every epoch and every worker drew the same order (X15)."""
     lengths = np.random.default_rng(0).integers(5, 60, 200).tolist()
     state = torch.get_rng_state()
-    first = epoch_batches(lengths, 8, seed=1, epoch=0)
+    first = epoch_batches(lengths, 8, seed=1, epoch=0, window=16)
     assert torch.equal(torch.get_rng_state(), state)  # the global random numbers stay as they are
-    assert epoch_batches(lengths, 8, seed=1, epoch=0) == first
-    others = [epoch_batches(lengths, 8, seed=s, epoch=e) for s, e in ((1, 1), (2, 0), (0, 1))]
+    assert epoch_batches(lengths, 8, seed=1, epoch=0, window=16) == first
+    others = [
+        epoch_batches(lengths, 8, seed=s, epoch=e, window=16) for s, e in ((1, 1), (2, 0), (0, 1))
+    ]
     assert all(sorted(map(tuple, other)) != sorted(map(tuple, first)) for other in others)
 
 
@@ -258,7 +260,7 @@ def test_rows_of_like_length_stand_together():
         room = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
         return 1 - sum(lengths) / room
 
-    batches = epoch_batches(lengths, 16, seed=0, epoch=0)
+    batches = epoch_batches(lengths, 16, seed=0, epoch=0, window=16)
     order = [i for batch in batches for i in batch]
     unsorted = [order[i : i + 16] for i in range(0, 800, 16)]
     plain = np.random.default_rng(1).permutation(800).reshape(-1, 16).tolist()

@@ -63,6 +63,9 @@ class TrainConfig:
     captions_per_image: int = option(
         5, "most captions of a picture per epoch; one with more takes turns"
     )
+    sort_window: int = option(
+        16, "batches whose pictures are sorted by length together, to save padding; 1: unsorted"
+    )
     learning_rate: float = option(1e-3, "highest rate, reached after the warm-up")
     warmup_steps: int = option(300, "steps over which the rate grows from zero")
     weight_decay: float = option(0.05, "of AdamW")
@@ -91,6 +94,7 @@ class TrainConfig:
         least = {
             **dict.fromkeys(("epochs", "max_steps", "batch_size", "accumulation"), 1),
             **dict.fromkeys(("captions_per_image", "eval_every", "checkpoint_every"), 1),
+            "sort_window": 1,
             **dict.fromkeys(("warmup_steps", "scst_steps", "num_workers"), 0),
             "scst_samples": 2,
         }
@@ -339,7 +343,9 @@ def _windows(
         turn = data.epoch(epoch)
         lengths = turn.lengths()
         lengths = [lengths[i] for i in usable]
-        order = epoch_batches(lengths, config.batch_size, seed=config.seed, epoch=epoch)
+        order = epoch_batches(
+            lengths, config.batch_size, seed=config.seed, epoch=epoch, window=config.sort_window
+        )
         batches = iter(
             DataLoader(
                 turn,

@@ -210,13 +210,13 @@ def _pack_row(captions: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
 
 
 def epoch_batches(
-    lengths: Sequence[int], batch_size: int, *, seed: int, epoch: int, window: int = 16
+    lengths: Sequence[int], batch_size: int, *, seed: int, epoch: int, window: int
 ) -> list[list[int]]:
     """A random order of one epoch in batches whose rows are of like length, to save padding.
 
     Args:
         lengths: of each row.
-        window: batches that are sorted together.
+        window: batches that are sorted together; with 1 lengths do not matter.
 
     Returns:
         indices, batch by batch; the same for the same arguments.
