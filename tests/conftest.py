@@ -1,12 +1,16 @@
 """A tiny captioner and pictures that several files test with."""
 
 import json
+import os
 import zlib
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels run on the CPU
 
 from vlattn.attention import ATTENTIONS
 from vlattn.captioner import Captioner, CaptionerConfig

@@ -3,6 +3,8 @@
 B batch, H query heads, H_kv key/value heads, T queries, N keys, D head size, D_v value head size.
 """
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Literal
 
@@ -10,12 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlattn.attention.kernels.reference import additive_scores
+from vlattn.attention.kernels import chunked, compiled, reference
 from vlattn.attention.masks import check_heads, expand_mask
 
-ADDITIVE_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "reference": additive_scores,
+SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "reference": reference.additive_scores,
+    "chunked": chunked.additive_scores,
+    "compiled": compiled.additive_scores,
 }
+BACKENDS = (*SCORES, "triton")
+
+log = logging.getLogger(__name__)
 
 
 def additive_attention(
@@ -27,7 +34,7 @@ def additive_attention(
     *,
     dropout_p: float = 0.0,
     need_weights: bool = False,
-    backend: Literal["auto", "reference"] = "auto",
+    backend: Literal["auto", "reference", "chunked", "compiled", "triton"] = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with the score `score_weight . tanh(query + key)`.
 
@@ -42,7 +49,10 @@ def additive_attention(
         mask: boolean, True = may attend: (T, N), (B, 1, N), (B, T, N) or (B, H, T, N).
         dropout_p: share of the weights that is dropped before the weighted sum.
         need_weights: also return the weights.
-        backend: how the scores are computed; "auto" takes the fastest there is.
+        backend: how it is computed. "reference" writes the score out, and stores B*H*T*N*D numbers;
+            the others store none of them, and have no second derivative: "chunked" is plain
+            PyTorch, "compiled" needs a C++ compiler, "triton" a GPU. "auto" is the fastest one
+            that the device has.
 
     Returns:
         output (B, H, T, D_v), and weights (B, H, T, N): after the softmax, before dropout; None
@@ -55,13 +65,43 @@ def additive_attention(
             f"score_weight must have shape (H, D) = {(heads, head_dim)}, "
             f"got {tuple(score_weight.shape)}"
         )
-    if backend != "auto" and backend not in ADDITIVE_BACKENDS:
-        names = ", ".join(["auto", *ADDITIVE_BACKENDS])
+    if backend not in ("auto", *BACKENDS):
+        names = ", ".join(["auto", *BACKENDS])
         raise ValueError(f"backend must be one of {names}, got {backend!r}")
-    score = ADDITIVE_BACKENDS["reference" if backend == "auto" else backend]
+    if backend == "auto":
+        backend = _fastest(query.device.type)
+    if backend == "triton":
+        from vlattn.attention.kernels import triton
+
+        mask = expand_mask(mask, (*query.shape[:3], key.size(2)))
+        return triton.additive_attention(
+            query, key, value, score_weight, mask, dropout_p, need_weights
+        )
+    score = SCORES[backend]
     return _attend(
         query, key, value, mask, lambda q, k: score(q, k, score_weight), dropout_p, need_weights
     )
+
+
+@torch.compiler.assume_constant_result
+def _fastest(device: str) -> str:
+    """The fastest backend that a kind of device has."""
+    return _try_out(device)
+
+
+@functools.cache
+def _try_out(device: str) -> str:
+    try:
+        if device == "cuda":
+            from vlattn.attention.kernels import triton  # noqa: F401
+
+            return "triton"
+        if device == "cpu":
+            compiled.library()
+            return "compiled"
+    except (ImportError, compiled.CompilerError) as error:
+        log.warning("additive attention on %s runs without compiled code: %s", device, error)
+    return "chunked"
 
 
 def scaled_dot_product_attention(
@@ -105,27 +145,40 @@ def _attend(
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     mask = expand_mask(mask, (*query.shape[:3], key.size(2)))
-    if mask is None:
-        weights = score(query, key).softmax(-1)  # (B, H, T, N)
-        output = F.dropout(weights, dropout_p) @ value  # (B, H, T, D_v)
-        return output, weights if need_weights else None
+    guarded = mask is not None and not known_finite(query, key, value)
+    if guarded:
+        # What lies under the mask may be anything. Zero times NaN is NaN, also in the backward
+        # pass, so what is not finite is set to zero before it meets a product.
+        finite_query = _finite_rows(query)  # (B, H, T, 1)
+        finite_key = _finite_rows(key) & _finite_rows(value)  # (B, H, N, 1)
+        query = query.masked_fill(~finite_query, 0.0)
+        key, value = (x.masked_fill(~finite_key, 0.0) for x in (key, value))
+    scores = score(query, key)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1)  # (B, H, T, N)
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)  # a row with nothing to attend
+    output = F.dropout(weights, dropout_p).to(value.dtype) @ value  # (B, H, T, D_v)
+    if guarded:
+        # A row that may attend to such a number shows it, as it would without a mask.
+        spoiled = (mask & ~(finite_query & finite_key.transpose(2, 3))).any(-1, keepdim=True)
+        output, weights = (x.masked_fill(spoiled, torch.nan) for x in (output, weights))
+    return output, weights.to(query.dtype) if need_weights else None
 
-    # What lies under the mask may be anything. Zero times NaN is NaN, also in the backward pass, so
-    # what is not finite is set to zero before it meets a product.
-    finite_query = _finite_rows(query)  # (B, H, T, 1)
-    finite_key = _finite_rows(key) & _finite_rows(value)  # (B, H, N, 1)
-    key, value = (x.masked_fill(~finite_key, 0.0) for x in (key, value))
-    scores = score(query.masked_fill(~finite_query, 0.0), key)
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1).masked_fill(~mask, 0.0)  # (B, H, T, N)
-    output = F.dropout(weights, dropout_p) @ value  # (B, H, T, D_v)
-    # A row that may attend to such a number shows it, as it would without a mask.
-    spoiled = (mask & ~(finite_query & finite_key.transpose(2, 3))).any(-1, keepdim=True)
-    output, weights = (x.masked_fill(spoiled, torch.nan) for x in (output, weights))
-    return output, weights if need_weights else None
+
+def known_finite(*tensors: Tensor) -> bool:
+    """Whether all numbers are finite, where looking is cheap: a GPU would have to wait for it."""
+    if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in tensors):
+        return False
+    return all(bool(_total(x.detach()).isfinite()) for x in tensors)
+
+
+def _total(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
+    """A sum that is finite only if every number is."""
+    return x.sum(dim, keepdim=dim is not None, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _finite_rows(x: Tensor) -> Tensor:
-    """(..., D) -> (..., 1): whether all numbers of a row are finite; so is their sum then."""
-    total = x.detach().sum(-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    return total.isfinite()
+    """(..., D) -> (..., 1): whether all numbers of a row are finite."""
+    return _total(x.detach(), (-1,)).isfinite()

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from vlattn.attention.cache import KeyValue
-from vlattn.attention.functional import additive_attention, scaled_dot_product_attention
+from vlattn.attention.functional import (
+    additive_attention,
+    known_finite,
+    scaled_dot_product_attention,
+)
 
 
 class CrossAttention(nn.Module, ABC):
@@ -279,7 +283,7 @@ def _project(projection: nn.Module, x: Tensor) -> Tensor:
 
     Such a row may lie under a mask: its gradient is zero then, but zero times NaN is NaN.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or known_finite(x):
         return projection(x)
     spoil = (0 * x.detach()).sum(-1, keepdim=True)  # zero, or NaN where a number is not finite
     output = projection(x.masked_fill(spoil.isnan(), 0.0))

@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from vlattn.attention.kernels.operator import score_dtype
+
 
 def additive_scores(query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
     """`score_weight . tanh(query + key)` for every pair; stores B*H*T*N*D numbers.
@@ -14,5 +16,7 @@ def additive_scores(query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
     Returns:
         (B, H, T, N).
     """
+    dtype = score_dtype(query.dtype)
+    query, key, score_weight = query.to(dtype), key.to(dtype), score_weight.to(dtype)
     hidden = (query[:, :, :, None] + key[:, :, None]).tanh()  # (B, H, T, N, D)
     return (hidden @ score_weight[None, :, None, :, None]).squeeze(-1)

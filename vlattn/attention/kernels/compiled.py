@@ -1,0 +1,148 @@
+"""Additive scores by loops that are compiled for this machine's processor: `additive.cpp`.
+
+The compiler runs once; its library is kept in the user's cache folder for later processes.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vlattn.attention.kernels import chunked, reference
+from vlattn.attention.kernels.operator import additive_operator
+from vlattn.files import write_aside
+
+SOURCE = Path(__file__).with_name("additive.cpp")
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+SECONDS = 15  # that a compiler may take
+PADDING = 32  # keys are padded to a multiple: two vectors of 16 numbers
+
+
+class CompilerError(RuntimeError):
+    """There is no compiler, or it is of no use."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled loops, built where the cache does not hold them, and tried out.
+
+    Raises:
+        CompilerError: they cannot be had; the message says why.
+    """
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None:
+        raise CompilerError("no C++ compiler was found")
+    name = hashlib.sha256(
+        "\n".join((SOURCE.read_text(), compiler, *FLAGS, _processor())).encode()
+    ).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlattn"
+    path = cache / f"additive-{name}.so"
+    if path.is_file():
+        with suppress(CompilerError):  # a damaged file is built again
+            return _load(path)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with write_aside(path) as aside:
+            _compile(compiler, aside)
+            return _load(aside)
+    except OSError as error:
+        raise CompilerError(str(error)) from error
+
+
+def _processor() -> str:
+    """What tells this processor from others: a cache may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(
+        sorted({x for x in lines if x.startswith(("flags", "Features", "model name"))})
+    )
+
+
+def _compile(compiler: str, path: Path) -> None:
+    reason = ""
+    for threads in (("-fopenmp",), ()):  # Apple's compiler has no OpenMP: one thread then
+        command = [compiler, *FLAGS, *threads, "-x", "c++", str(SOURCE), "-o", str(path)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+            return
+        except subprocess.TimeoutExpired as error:
+            raise CompilerError(f"{compiler} took over {SECONDS} s") from error
+        except subprocess.CalledProcessError as error:
+            reason = (error.stderr.strip().splitlines() or [str(error)])[0]
+    raise CompilerError(f"{compiler} failed: {reason}")
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """The library of a file, tried out."""
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CompilerError(str(error)) from error
+    query, key, weight = (torch.linspace(-2, 2, n * 6).view(1, 1, n, 6) for n in (3, 5, 1))
+    scores = _call_scores(found, query, key, weight[0, 0])
+    if not torch.allclose(scores, reference.additive_scores(query, key, weight[0, 0]), atol=1e-5):
+        raise CompilerError("the compiled loops compute wrong numbers")
+    return found
+
+
+def _pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(x.data_ptr()) for x in tensors]
+
+
+def _call(found: ctypes.CDLL, name: str, tensors: tuple[Tensor, ...], sizes: tuple[int, ...]):
+    function = getattr(found, f"{name}_{str(tensors[0].dtype).removeprefix('torch.')}")
+    function(*_pointers(*tensors), *map(ctypes.c_longlong, sizes), torch.get_num_threads())
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    """Contiguous, the last axis filled up with zeros to a multiple of `size`."""
+    missing = -x.size(-1) % size
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
+
+
+def _call_scores(found: ctypes.CDLL, query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
+    batch, heads, num_queries, _ = query.shape
+    num_keys = key.size(2)
+    weight = _padded(score_weight, 2)
+    exp_query = _padded((2 * query).exp(), 2)
+    exp_key = _padded(_padded((2 * key).exp(), 2).transpose(2, 3), PADDING)  # (B, H, D, N')
+    scores = query.new_empty(batch, heads, num_queries, num_keys)
+    sizes = (batch * heads, heads, num_queries, num_keys, weight.size(1), exp_key.size(3))
+    _call(found, "scores", (exp_query, exp_key, weight, scores), sizes)
+    return scores
+
+
+def _scores(query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
+    found = library()
+    if not chunked.factors(query, key):
+        return chunked.additive_scores(query, key, score_weight)
+    return _call_scores(found, query, key, score_weight)
+
+
+def _gradients(
+    grad: Tensor, query: Tensor, key: Tensor, score_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not chunked.factors(query, key):
+        return chunked._gradients(grad, query, key, score_weight)
+    batch, heads, num_queries, dim = query.shape
+    exp_query, exp_key = (_padded((2 * x).exp(), PADDING) for x in (query, key))
+    weight = _padded(score_weight, PADDING)
+    to_query, to_key = torch.empty_like(exp_query), torch.empty_like(exp_key)
+    to_weight = weight.new_empty(batch, *weight.shape)
+    sizes = (batch * heads, heads, num_queries, key.size(2), weight.size(1))
+    tensors = (exp_query, exp_key, weight, grad.contiguous(), to_query, to_key, to_weight)
+    _call(library(), "gradients", tensors, sizes)
+    return tuple(x[..., :dim].contiguous() for x in (to_query, to_key, to_weight.sum(0)))
+
+
+additive_scores = additive_operator("compiled", _scores, _gradients)
