@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from vlattn import cli, training
+from vlattn import cli
 from vlattn.captioner import CaptionerConfig
 from vlattn.training import TrainConfig
 
@@ -337,7 +338,7 @@ def test_the_settings_of_a_run_make_the_same_run(trained, tmp_path, capsys):
         clip_norm=0.5,
         captioner=CaptionerConfig(image_size=(32, 48), num_kv_heads=2, tie_embeddings=False),
     )
-    settings = json.dumps(training._settings(config))
+    settings = json.dumps(asdict(config))
     (tmp_path / "train.json").write_text(settings, encoding="utf-8")
     run(capsys, "train", "--config", tmp_path / "train.json")
     assert trained == [config]

@@ -13,12 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vlattn import training
+from vlattn import steps, training
 from vlattn.attention import ATTENTIONS
 from vlattn.captioner import Captioner, CaptionerConfig
 from vlattn.data.scenes import scenes
+from vlattn.run_folder import RunFolder
 from vlattn.self_critical import END, SelfCritical, policy_loss
-from vlattn.training import TrainConfig, region_loss, token_loss, train
+from vlattn.steps import region_loss, token_loss
+from vlattn.training import TrainConfig, train
 
 SMALL = CaptionerConfig(
     image_size=(32, 32),
@@ -106,7 +108,7 @@ def test_stopped_and_resumed_equals_straight(tmp_path, folder, monkeypatch, stop
     settings = {"accumulation": 2, "epochs": 5, "scst_steps": 6, "checkpoint_every": 1}
     train(config(folder, tmp_path / "straight", **settings))
 
-    update, calls = training._update, []
+    update, calls = steps._update, []
 
     def stop_in_time(*arguments):
         if len(calls) == stopped_after:
@@ -114,10 +116,10 @@ def test_stopped_and_resumed_equals_straight(tmp_path, folder, monkeypatch, stop
         calls.append(1)
         update(*arguments)
 
-    monkeypatch.setattr(training, "_update", stop_in_time)
+    monkeypatch.setattr(steps, "_update", stop_in_time)
     with pytest.raises(KeyboardInterrupt):
         train(config(folder, tmp_path / "resumed", **settings))
-    monkeypatch.setattr(training, "_update", update)
+    monkeypatch.setattr(steps, "_update", update)
     train(config(folder, tmp_path / "resumed", **settings, resume="auto"))
     assert same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
 
@@ -158,7 +160,7 @@ def test_a_broken_checkpoint_gives_way_to_the_one_before(tmp_path, folder, capsy
     settings = {"epochs": 3, "checkpoint_every": 2}
     train(config(folder, tmp_path / "run", **settings))
     straight = weights(tmp_path / "run")
-    newest = training._checkpoints(tmp_path / "run")[0]
+    newest = RunFolder(tmp_path / "run", {}).checkpoints()[0]
     for file in newest.iterdir():
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     train(config(folder, tmp_path / "run", **settings, resume="auto"))
@@ -179,7 +181,7 @@ def test_a_failed_save_keeps_the_checkpoint_before(tmp_path, folder, monkeypatch
     monkeypatch.setattr(training.Accelerator, "save_state", full)
     with pytest.raises(OSError, match="No space left"):
         train(config(folder, tmp_path / "run", **settings))
-    assert [p.name for p in training._checkpoints(tmp_path / "run")] == ["step-3"]
+    assert [p.name for p in RunFolder(tmp_path / "run", {}).checkpoints()] == ["step-3"]
     monkeypatch.setattr(training.Accelerator, "save_state", save)
     train(config(folder, tmp_path / "run", **settings, resume="auto"))
     train(config(folder, tmp_path / "straight", **settings))
@@ -271,11 +273,11 @@ def test_gradient_is_of_the_mean_over_the_tokens_of_the_window(tmp_path, picture
     folder = write_folder(tmp_path / "data", pictures[:4], captions=texts)
     gradients = {}
 
-    def keep(accelerator, model, optimizer, rate, clip_norm):
+    def keep(accelerator, model, optimizer, clip_norm):
         gradients[len(gradients)] = {k: p.grad.clone() for k, p in model.named_parameters()}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "_update", keep)
+    monkeypatch.setattr(steps, "_update", keep)
     for batch_size, accumulation in ((4, 1), (2, 2), (1, 4)):
         settings = {"batch_size": batch_size, "accumulation": accumulation}
         captioner = replace(SMALL, dropout=0.0, stem=False)  # no batch norm
@@ -361,7 +363,7 @@ def test_diverging_loss_stops_and_keeps_what_is_good(tmp_path, folder, monkeypat
         calls.append(1)
         return token_loss(logits, targets, label_smoothing) * (np.nan if len(calls) == 6 else 1)
 
-    monkeypatch.setattr(training, "token_loss", diverge)
+    monkeypatch.setattr(steps, "token_loss", diverge)
     with pytest.raises(ValueError, match=r"step 6: the loss became nan: lower learning_rate"):
         train(config(folder, tmp_path / "run", epochs=3, checkpoint_every=2))
     assert latest_step(tmp_path / "run") == 4

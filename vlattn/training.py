@@ -3,7 +3,6 @@
 B pictures, K real tokens of a batch, V vocabulary.
 """
 
-import json
 import math
 import shutil
 import time
@@ -11,14 +10,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
@@ -28,8 +25,9 @@ from vlattn.captioner import Captioner, CaptionerConfig, option
 from vlattn.data.dataset import Batch, CaptionDataset, collate, epoch_batches
 from vlattn.data.layouts import DataError, Record, read_records
 from vlattn.evaluation import encode_pictures, score_captions, write_captions
-from vlattn.files import write_aside
-from vlattn.self_critical import SelfCritical, policy_loss
+from vlattn.run_folder import Progress, RunFolder
+from vlattn.self_critical import SelfCritical
+from vlattn.steps import self_critical_step, teacher_step
 from vlattn.tokenizer import Tokenizer
 
 SCST_DECAY = 0.98  # of the weights' average: the phase is short
@@ -122,14 +120,6 @@ class TrainConfig:
             )
 
 
-@dataclass
-class _Progress:
-    """Where a run stands; saved with each checkpoint."""
-
-    step: int = 0
-    best: float = -math.inf
-
-
 def train(config: TrainConfig) -> Captioner:
     """Train a captioner, and leave the best one by its dev score in `config.out`.
 
@@ -139,7 +129,8 @@ def train(config: TrainConfig) -> Captioner:
         ValueError: the data or a setting is of no use; the message says which and why.
     """
     out = Path(config.out)
-    resuming = _open_run(config, out)
+    run = RunFolder(config.out, asdict(config) | {"resume": None})
+    resuming = run.open(resume=config.resume == "auto")
     accelerator = Accelerator(mixed_precision=_precision(config.precision))
     set_seed(config.seed)
 
@@ -156,7 +147,7 @@ def train(config: TrainConfig) -> Captioner:
         raise DataError(f"{config.data} has no pictures to train on")
     captioner = _build(config, out, train_records, resuming)
     if not resuming:
-        _write_run(config, out, captioner.tokenizer)
+        run.start(captioner.tokenizer)
 
     grid_size = captioner.encoder.grid_size if config.attention_supervision else None
     data = _dataset(config, captioner, train_records, grid_size)
@@ -186,7 +177,7 @@ def train(config: TrainConfig) -> Captioner:
     model, optimizer = accelerator.prepare(captioner, optimizer)
     averaged = AveragedModel(captioner, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
     accelerator.register_for_checkpointing(averaged)
-    progress = _restore(accelerator, out) if resuming else _Progress()
+    progress = run.restore(accelerator) if resuming else Progress()
 
     steps_per_epoch = math.ceil(math.ceil(len(usable) / config.batch_size) / config.accumulation)
     teacher_steps = config.max_steps or config.epochs * steps_per_epoch
@@ -203,8 +194,15 @@ def train(config: TrainConfig) -> Captioner:
                 title = "loss"
                 rate = _schedule(progress.step, teacher_steps, config.warmup_steps)
                 rate *= config.learning_rate
-                value = _train_step(
-                    accelerator, model, optimizer, window, rate, progress.step + 1, config
+                _set_rate(optimizer, rate)
+                value = teacher_step(
+                    accelerator,
+                    model,
+                    optimizer,
+                    window,
+                    label_smoothing=config.label_smoothing,
+                    attention_supervision=config.attention_supervision,
+                    clip_norm=config.clip_norm,
                 )
             else:
                 title, rate = "reward", config.scst_rate
@@ -212,8 +210,15 @@ def train(config: TrainConfig) -> Captioner:
                     captioner.load_state_dict(averaged.module.state_dict())
                 averaged.multi_avg_fn = get_ema_multi_avg_fn(SCST_DECAY)
                 seed = torch.Generator().manual_seed(config.seed * 1_000_003 + progress.step)
-                value = _scst_step(
-                    accelerator, model, optimizer, window, rate, config, critic, seed
+                _set_rate(optimizer, rate)
+                value = self_critical_step(
+                    accelerator, model, optimizer, window, critic, seed, clip_norm=config.clip_norm
+                )
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"step {progress.step + 1}: the {title} became {value}: lower "
+                    f"learning_rate={config.learning_rate}; the last checkpoint and the best model "
+                    "are kept"
                 )
             averaged.update_parameters(captioner)
             progress.step += 1
@@ -236,40 +241,9 @@ def train(config: TrainConfig) -> Captioner:
                     progress.best = score
                     averaged.module.save_pretrained(out)
             if progress.step % config.checkpoint_every == 0 or last:
-                _save_checkpoint(accelerator, out, progress)
+                run.save(accelerator, progress)
     shutil.rmtree(out / "features", ignore_errors=True)
     return Captioner.from_pretrained(out)
-
-
-def _settings(config: TrainConfig) -> dict[str, Any]:
-    return json.loads(json.dumps(asdict(config) | {"resume": None}))
-
-
-def _open_run(config: TrainConfig, out: Path) -> bool:
-    """Whether there is a run to continue, of the same settings; anything else is left alone."""
-    file = out / "train.json"
-    if config.resume == "auto" and file.is_file():
-        kept, now = json.loads(file.read_text(encoding="utf-8")), _settings(config)
-        changed = sorted(key for key in kept.keys() | now.keys() if kept.get(key) != now.get(key))
-        if changed:
-            raise ValueError(
-                f"{out} was started with other settings of {', '.join(changed)}: resume with the "
-                "same, or choose another folder"
-            )
-        return True
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(
-            f"{out} is not empty: choose another folder, or continue the run that is there with "
-            "--resume auto"
-        )
-    return False
-
-
-def _write_run(config: TrainConfig, out: Path, tokenizer: Tokenizer) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    with write_aside(out / "train.json") as path:
-        path.write_text(json.dumps(_settings(config), indent=2) + "\n", encoding="utf-8")
-    tokenizer.save(out / "tokenizer.json")
 
 
 def _precision(wanted: str) -> str:
@@ -370,108 +344,17 @@ def _schedule(step: int, total_steps: int, warmup_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / (total_steps - warmup_steps)))
 
 
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 def _is_time_to_evaluate(
     step: int, teacher_steps: int, steps_per_epoch: int, config: TrainConfig
 ) -> bool:
     if step <= teacher_steps:
         return step % (config.eval_every * steps_per_epoch) == 0 or step == teacher_steps
     return (step - teacher_steps) % SCST_EVAL_STEPS == 0
-
-
-def _train_step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    window: list[Batch],
-    rate: float,
-    step: int,
-    config: TrainConfig,
-) -> float:
-    """One step of teacher forcing; the loss is the mean over the real targets of the window."""
-    model.train()
-    num_targets = max(1, sum(batch.targets.numel() for batch in window))
-    total = 0.0
-    for batch in window:
-        if batch.targets.numel() == 0:
-            continue
-        batch = batch.to(accelerator.device)
-        supervised = batch.regions is not None
-        logits, weights = model(batch.images, batch.packed, need_weights=supervised)
-        loss = token_loss(logits, batch.targets, config.label_smoothing) / num_targets
-        total += loss.item()
-        if supervised:
-            drawn = region_loss(weights, batch.regions) / num_targets
-            loss = loss + config.attention_supervision * drawn
-        accelerator.backward(loss)
-    if not math.isfinite(total):
-        raise ValueError(
-            f"step {step}: the loss became {total}: lower learning_rate={config.learning_rate}; "
-            "the last checkpoint and the best model are kept"
-        )
-    _update(accelerator, model, optimizer, rate, config.clip_norm)
-    return total
-
-
-def region_loss(weights: Tensor, regions: Tensor) -> Tensor:
-    """Minus the log of the attention inside the boxes, summed over the targets that have any.
-
-    After Liu et al., "Attention Correctness in Neural Image Captioning", AAAI 2017.
-
-    Args:
-        weights: (K, L, H, N) cross-attention.
-        regions: (K, N) share of each patch inside the boxes of the target's phrase.
-    """
-    inside = (weights.float().mean((1, 2)) * regions).sum(-1)  # (K,)
-    return -inside[regions.any(-1)].clamp(min=1e-6).log().sum()
-
-
-def _scst_step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    window: list[Batch],
-    rate: float,
-    config: TrainConfig,
-    critic: SelfCritical,
-    generator: torch.Generator,
-) -> float:
-    """One step of self-critical training, without dropout; returns the mean reward."""
-    model.eval()
-    captioner = accelerator.unwrap_model(model)
-    drawn = [
-        critic.draw(captioner, batch.to(accelerator.device), generator)
-        for batch in window
-        if batch.indices
-    ]
-    num_targets = max(1, sum(batch.targets.numel() for batch, _, _ in drawn))
-    for batch, advantages, _ in drawn:
-        batch = batch.to(accelerator.device)
-        logits, _ = model(batch.images, batch.packed)
-        loss = policy_loss(logits, batch.targets, advantages.to(accelerator.device)) / num_targets
-        accelerator.backward(loss)
-    _update(accelerator, model, optimizer, rate, config.clip_norm)
-    return sum(reward for *_, reward in drawn) / max(1, len(drawn))
-
-
-def _update(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    rate: float,
-    clip_norm: float,
-) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    accelerator.clip_grad_norm_(model.parameters(), clip_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
-    """Cross-entropy, summed over the K real tokens: logits (K, V), targets (K,)."""
-    return F.cross_entropy(
-        logits.float(), targets, label_smoothing=label_smoothing, reduction="sum"
-    )
 
 
 def _evaluate(captioner: Captioner, dev: CaptionDataset, board: SummaryWriter, step: int) -> float:
@@ -486,36 +369,3 @@ def _evaluate(captioner: Captioner, dev: CaptionDataset, board: SummaryWriter, s
     board.add_scalar("dev/cider", scores.cider, step)
     board.add_scalar("dev/bleu_4", scores.bleu[3], step)
     return scores.bleu[3] if math.isnan(scores.cider) else scores.cider
-
-
-def _save_checkpoint(accelerator: Accelerator, out: Path, progress: _Progress) -> None:
-    """Written aside, then renamed; the one before it is kept too, in case this one breaks."""
-    folder = out / "checkpoints"
-    aside, final = folder / ".writing", folder / f"step-{progress.step}"
-    shutil.rmtree(aside, ignore_errors=True)
-    accelerator.save_state(str(aside))
-    (aside / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
-    shutil.rmtree(final, ignore_errors=True)
-    aside.rename(final)
-    for old in _checkpoints(out)[2:]:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _checkpoints(out: Path) -> list[Path]:
-    """Checkpoints, the newest first."""
-    found = (out / "checkpoints").glob("step-*")
-    return sorted(found, key=lambda path: -int(path.name.removeprefix("step-")))
-
-
-def _restore(accelerator: Accelerator, out: Path) -> _Progress:
-    """Continue from the newest checkpoint that loads; from the start where there is none."""
-    for folder in _checkpoints(out):
-        try:
-            progress = _Progress(**json.loads((folder / "progress.json").read_text()))
-            accelerator.load_state(str(folder))
-        except Exception as error:  # a damaged file raises anything
-            print(f"cannot continue from {folder} ({error}): trying the one before", flush=True)
-        else:
-            print(f"continuing from {folder}", flush=True)
-            return progress
-    return _Progress()

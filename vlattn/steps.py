@@ -1,0 +1,101 @@
+"""One optimiser step of training: teacher forcing, or self-critical training.
+
+B pictures, K real tokens of a batch, V vocabulary, N patches.
+"""
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from vlattn.data.dataset import Batch
+from vlattn.self_critical import SelfCritical, policy_loss
+
+
+def teacher_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    window: list[Batch],
+    *,
+    label_smoothing: float,
+    attention_supervision: float,
+    clip_norm: float,
+) -> float:
+    """Learn the written captions; returns the mean loss over the real targets of the window."""
+    model.train()
+    num_targets = max(1, sum(batch.targets.numel() for batch in window))
+    total = 0.0
+    for batch in window:
+        if batch.targets.numel() == 0:
+            continue
+        batch = batch.to(accelerator.device)
+        supervised = batch.regions is not None
+        logits, weights = model(batch.images, batch.packed, need_weights=supervised)
+        loss = token_loss(logits, batch.targets, label_smoothing) / num_targets
+        total += loss.item()
+        if supervised:
+            drawn = region_loss(weights, batch.regions) / num_targets
+            loss = loss + attention_supervision * drawn
+        accelerator.backward(loss)
+    _update(accelerator, model, optimizer, clip_norm)
+    return total
+
+
+def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
+    """Cross-entropy, summed over the K real tokens: logits (K, V), targets (K,)."""
+    return F.cross_entropy(
+        logits.float(), targets, label_smoothing=label_smoothing, reduction="sum"
+    )
+
+
+def region_loss(weights: Tensor, regions: Tensor) -> Tensor:
+    """Minus the log of the attention inside the boxes, summed over the targets that have any.
+
+    After Liu et al., "Attention Correctness in Neural Image Captioning", AAAI 2017.
+
+    Args:
+        weights: (K, L, H, N) cross-attention.
+        regions: (K, N) share of each patch inside the boxes of the target's phrase.
+    """
+    inside = (weights.float().mean((1, 2)) * regions).sum(-1)  # (K,)
+    return -inside[regions.any(-1)].clamp(min=1e-6).log().sum()
+
+
+def self_critical_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    window: list[Batch],
+    critic: SelfCritical,
+    generator: torch.Generator,
+    *,
+    clip_norm: float,
+) -> float:
+    """Learn from captions that the model draws, without dropout; returns the mean reward."""
+    model.eval()
+    captioner = accelerator.unwrap_model(model)
+    drawn = [
+        critic.draw(captioner, batch.to(accelerator.device), generator)
+        for batch in window
+        if batch.indices
+    ]
+    num_targets = max(1, sum(batch.targets.numel() for batch, _, _ in drawn))
+    for batch, advantages, _ in drawn:
+        batch = batch.to(accelerator.device)
+        logits, _ = model(batch.images, batch.packed)
+        loss = policy_loss(logits, batch.targets, advantages.to(accelerator.device)) / num_targets
+        accelerator.backward(loss)
+    _update(accelerator, model, optimizer, clip_norm)
+    return sum(reward for *_, reward in drawn) / max(1, len(drawn))
+
+
+def _update(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip_norm: float,
+) -> None:
+    accelerator.clip_grad_norm_(model.parameters(), clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
