@@ -13,7 +13,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels run on the CPU
 
 from vlattn.attention import ATTENTIONS
-from vlattn.captioner import Captioner, CaptionerConfig
+from vlattn.captioner import Captioner
+from vlattn.config import CaptionerConfig
 from vlattn.data.scenes import scenes
 from vlattn.tokenizer import Tokenizer
 

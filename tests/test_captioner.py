@@ -13,9 +13,10 @@ import torch
 from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 
-from vlattn.captioner import Captioner, CaptionerConfig
+from vlattn.captioner import Captioner
+from vlattn.config import CaptionerConfig
 from vlattn.data.dataset import CaptionDataset, collate
-from vlattn.data.layouts import Record
+from vlattn.data.records import Record
 from vlattn.generation import beam_search
 from vlattn.images import ImageError, Preprocess, open_image
 from vlattn.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from vlattn import cli
-from vlattn.captioner import CaptionerConfig
+from vlattn.config import CaptionerConfig
 from vlattn.training import TrainConfig
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from vlattn.data.dataset import CaptionDataset, collate, epoch_batches, pack
-from vlattn.data.layouts import Phrase, Record
+from vlattn.data.records import Phrase, Record
 from vlattn.images import Preprocess
 from vlattn.tokenizer import Tokenizer
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from vlattn.captioner import Captioner, CaptionerConfig
+from vlattn.captioner import Captioner
+from vlattn.config import CaptionerConfig
 from vlattn.data.dataset import CaptionDataset
-from vlattn.data.layouts import Record
+from vlattn.data.records import Record
 from vlattn.evaluation import encode_pictures, write_captions
 
 ENCODER = "timm:test_vit"  # timm's own tiny model for tests

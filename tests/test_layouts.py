@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vlattn.data.layouts import LAYOUTS, DataError, Record, Report, read_records
+from vlattn.data.layouts import LAYOUTS, read_records
+from vlattn.data.records import DataError, Record, Report
 
 FLICKR8K = Path(__file__).parents[1] / "../shared/data/flickr8k"
 

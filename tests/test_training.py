@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from vlattn import steps, training
 from vlattn.attention import ATTENTIONS
-from vlattn.captioner import Captioner, CaptionerConfig
+from vlattn.captioner import Captioner
+from vlattn.config import CaptionerConfig
 from vlattn.data.scenes import scenes
 from vlattn.run_folder import RunFolder
 from vlattn.self_critical import END, SelfCritical, policy_loss
@@ -130,7 +131,7 @@ def test_kill_leaves_a_run_that_resumes_to_the_same_model(tmp_path, folder):
     out = tmp_path / "killed"
     train_config = config(folder, out, **settings, resume="auto")
     code = (
-        "from vlattn.training import *\nfrom vlattn.captioner import CaptionerConfig\n"
+        "from vlattn.training import *\nfrom vlattn.config import CaptionerConfig\n"
         f"train({train_config!r})"
     )
     for _ in range(3):

@@ -5,7 +5,8 @@ from typing import Any
 
 from vlattn import metrics
 from vlattn.attention import AdditiveAttention, ScaledDotProductAttention
-from vlattn.captioner import Captioner, CaptionerConfig
+from vlattn.captioner import Captioner
+from vlattn.config import CaptionerConfig
 from vlattn.generation import Caption
 from vlattn.images import Preprocess, open_image
 from vlattn.tokenizer import Tokenizer

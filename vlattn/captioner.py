@@ -4,13 +4,12 @@ B pictures, C captions of each, R = B * C rows, T tokens, N patches, D width, V 
 L layers, H heads.
 """
 
-import json
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -18,71 +17,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from vlattn.config import CaptionerConfig
 from vlattn.decoder import TextDecoder
 from vlattn.encoder import PatchFeatures, PatchPositions, TimmEncoder, ViT
 from vlattn.files import write_aside
 from vlattn.generation import Caption, Hypothesis, Word, beam_search, sample
 from vlattn.images import Geometry, Preprocess, open_image
+from vlattn.model_folder import MODEL_FILES, find_model, model_card, read_json, write_json
 from vlattn.tokenizer import Tokenizer
-
-
-def option(default: Any, help: str) -> Any:
-    """A field of a config with the help of its command-line flag."""
-    return field(default=default, metadata={"help": help})
-
-
-@dataclass(frozen=True)
-class CaptionerConfig:
-    """The sizes and kinds of a captioner; saved as `config.json`.
-
-    More on each is in `ViT` (the settings up to `stem`) and `TextDecoder` (those after it).
-    """
-
-    encoder: str = option("vit", "'vit', our own, or 'timm:<name>', any model of timm")
-    finetune_encoder: bool = option(False, "a timm encoder learns too")
-    image_size: tuple[int, int] | None = option(None, "of the input; the encoder's own if not set")
-    resize: Literal["squeeze", "crop", "pad"] = option("squeeze", "how pictures get that size")
-    patch_size: int = option(16, "side of a patch of the vit, in pixels")
-    encoder_dim: int = option(128, "width of the vit")
-    encoder_depth: int = option(2, "blocks of the vit")
-    encoder_heads: int = option(4, "attention heads of the vit")
-    encoder_positions: Literal["learned", "sine"] = option("sine", "positions of the vit")
-    num_registers: int = option(0, "register tokens of the vit")
-    stem: bool = option(True, "patches of the vit by several small convolutions")
-    attention: Literal["additive", "scaled_dot_product"] = option(
-        "scaled_dot_product", "the cross-attention"
-    )
-    dim: int = option(256, "width of the decoder")
-    depth: int = option(2, "blocks of the decoder")
-    num_heads: int = option(8, "attention heads of the decoder")
-    num_kv_heads: int | None = option(None, "key/value heads; as many as heads if not set")
-    mlp_ratio: float = option(4.0, "width of the decoder's MLPs over its own")
-    norm: Literal["layer", "rms"] = option("layer", "LayerNorm or RMSNorm")
-    norm_first: bool = option(True, "pre-norm; else post-norm")
-    positions: Literal["learned", "rotary"] = option("learned", "positions of the words")
-    max_len: int = option(64, "longest caption in tokens, begin included")
-    tie_embeddings: bool = option(True, "logits by the token embeddings")
-    dropout: float = option(0.1, "on the decoder's residual branches and the memory")
-    attention_dropout: float = option(0.0, "on the weights of cross-attention")
-
-    def __post_init__(self):
-        for name in ("encoder_dim", "encoder_depth", "dim", "depth", "mlp_ratio", "max_len"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.num_registers < 0:
-            raise ValueError(f"num_registers must be at least 0, got {self.num_registers}")
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "CaptionerConfig":
-        """The inverse of `dataclasses.asdict` through JSON.
-
-        Raises:
-            ValueError: a setting is unknown, as in another software's file.
-        """
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
-        if unknown:
-            raise ValueError(f"not a vlattn config: unknown setting {', '.join(unknown)}")
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 class CaptionerOutput(NamedTuple):
@@ -392,11 +334,11 @@ class Captioner(nn.Module):
         """Write a model folder; each file replaces the one before it in one step."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        _write_json(folder / "config.json", asdict(self.config))
-        _write_json(folder / "preprocessor_config.json", self.preprocess.to_dict())
+        write_json(folder / "config.json", asdict(self.config))
+        write_json(folder / "preprocessor_config.json", self.preprocess.to_dict())
         self.tokenizer.save(folder / "tokenizer.json")
         with write_aside(folder / "README.md") as path:
-            path.write_text(_model_card(self), encoding="utf-8")
+            path.write_text(model_card(self.config, self.tokenizer.vocab_size), encoding="utf-8")
         with write_aside(folder / "model.safetensors") as path:
             tensors = {k: v.contiguous() for k, v in self.state_dict().items()}
             save_file(tensors, path, metadata={"format": "pt"})
@@ -408,13 +350,13 @@ class Captioner(nn.Module):
         Raises:
             ValueError: no such folder or model, or one with a missing or foreign file.
         """
-        folder = _find_model(str(source))
+        folder = find_model(str(source))
         missing = [name for name in MODEL_FILES if not (folder / name).is_file()]
         if missing:
             raise ValueError(f"{source} is not a vlattn model folder: no {', '.join(missing)}")
         try:
-            config = CaptionerConfig.from_dict(_read_json(folder / "config.json"))
-            preprocess = Preprocess.from_dict(_read_json(folder / "preprocessor_config.json"))
+            config = CaptionerConfig.from_dict(read_json(folder / "config.json"))
+            preprocess = Preprocess.from_dict(read_json(folder / "preprocessor_config.json"))
             captioner = cls(config, Tokenizer.load(folder / "tokenizer.json"))
             captioner.preprocess = preprocess
             captioner.load_state_dict(load_file(folder / "model.safetensors"))
@@ -451,9 +393,6 @@ class Captioner(nn.Module):
             self.train(training)
 
 
-MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json")
-
-
 def _make_encoder(config: CaptionerConfig, pretrained: bool) -> ViT | TimmEncoder:
     kind, _, name = config.encoder.partition(":")
     if kind == "timm" and name:
@@ -476,50 +415,3 @@ def _make_encoder(config: CaptionerConfig, pretrained: bool) -> ViT | TimmEncode
         stem=config.stem,
         dropout=config.dropout,
     )
-
-
-def _find_model(source: str) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=[*MODEL_FILES, "README.md"]))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"no model folder {source}, and none of that name on the hub") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    values = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(values, dict):
-        raise ValueError(f"{path.name} must hold one JSON object")
-    return values
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    with write_aside(path) as aside:
-        aside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _model_card(captioner: Captioner) -> str:
-    config = captioner.config
-    return f"""---
-library_name: vlattn
-pipeline_tag: image-to-text
----
-
-# A vlattn captioner
-
-{config.encoder} encoder, {config.attention} cross-attention, {config.depth} decoder layers of width
-{config.dim}, {captioner.tokenizer.vocab_size} tokens.
-
-```python
-from vlattn import Captioner
-
-captioner = Captioner.from_pretrained("this folder")
-(caption,) = captioner.caption(["picture.jpg"])
-print(caption.text)
-caption.overlay(0).save("first_word.png")
-```
-"""

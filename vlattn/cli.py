@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from vlattn import metrics
-from vlattn.captioner import Captioner, CaptionerConfig
+from vlattn.captioner import Captioner
+from vlattn.config import CaptionerConfig
 from vlattn.data.dataset import CaptionDataset
-from vlattn.data.layouts import DataError, read_records
+from vlattn.data.layouts import read_records
+from vlattn.data.records import DataError
 from vlattn.evaluation import score_captions, write_captions
 from vlattn.files import write_aside
 from vlattn.images import ImageError

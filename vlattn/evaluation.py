@@ -14,7 +14,7 @@ from tqdm import tqdm
 from vlattn import metrics
 from vlattn.captioner import Captioner
 from vlattn.data.dataset import Batch, CaptionDataset, collate
-from vlattn.data.layouts import Record
+from vlattn.data.records import Record
 from vlattn.files import write_aside
 
 

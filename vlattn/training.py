@@ -21,9 +21,11 @@ from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from vlattn.captioner import Captioner, CaptionerConfig, option
+from vlattn.captioner import Captioner
+from vlattn.config import CaptionerConfig, option
 from vlattn.data.dataset import Batch, CaptionDataset, collate, epoch_batches
-from vlattn.data.layouts import DataError, Record, read_records
+from vlattn.data.layouts import read_records
+from vlattn.data.records import DataError, Record
 from vlattn.evaluation import encode_pictures, score_captions, write_captions
 from vlattn.run_folder import Progress, RunFolder
 from vlattn.self_critical import SelfCritical

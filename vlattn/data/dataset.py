@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vlattn.captioner import PackedTokens
-from vlattn.data.layouts import Record
+from vlattn.data.records import Record
 from vlattn.images import ImageError, Preprocess, open_image
 from vlattn.tokenizer import Tokenizer
 

@@ -12,9 +12,12 @@ import os
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from vlattn.data.records import DataError, Record, Report
+from vlattn.data.scenes import SPLITS as SCENES
+from vlattn.data.scenes import scenes
 
 PICTURES = frozenset(
     ".jpg .jpeg .jpe .png .gif .webp .avif .bmp .tif .tiff .ppm .pgm .pbm .jp2".split()
@@ -28,87 +31,6 @@ SPLITS = {
     **dict.fromkeys(("dev", "val", "valid", "validation"), "dev"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-
-
-class DataError(ValueError):
-    """A data set that cannot be read; the message says where and why."""
-
-
-class Phrase(NamedTuple):
-    """The characters start..end of a caption, and where in the picture they are.
-
-    `boxes` are (x0, y0, x1, y1) in fractions of width and height; none where it is not visible.
-    """
-
-    start: int
-    end: int
-    kind: str
-    boxes: tuple[tuple[float, float, float, float], ...]
-
-
-class Record(NamedTuple):
-    """One picture with its captions.
-
-    `image` is whatever `open_image` takes; `phrases` has one tuple per caption, or is empty; `name`
-    is the picture's name in the data set, unique within its split.
-    """
-
-    image: Any
-    captions: tuple[str, ...]
-    split: str = "train"
-    phrases: tuple[tuple[Phrase, ...], ...] = ()
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What was read and what was not; its text is what people see before training.
-
-    Args:
-        source: the data set and its layout.
-        images: how many per split.
-        captions: how many per split.
-        skipped: (name, reason) of everything left out.
-        duplicates: groups of (name, split) that are the same file, or files with the same bytes.
-        own_splits: whether the data set has its own splits; if not, they were drawn.
-    """
-
-    source: str
-    images: dict[str, int]
-    captions: dict[str, int]
-    skipped: tuple[tuple[str, str], ...] = ()
-    duplicates: tuple[tuple[tuple[str, str], ...], ...] = ()
-    own_splits: bool = True
-
-    def __str__(self) -> str:
-        lines = [self.source]
-        for split, count in self.images.items():
-            lines.append(f"  {split:10} {count:7,} images {self.captions[split]:9,} captions")
-        if not self.own_splits:
-            lines.append("  (no splits given: drawn by picture name, 80 % / 10 % / 10 %)")
-        reasons = defaultdict(list)
-        for name, reason in self.skipped:
-            reasons[reason].append(name)
-        ranked = sorted(reasons.items(), key=lambda item: -len(item[1]))
-        lines += [f"skipped {len(names):,}, {why}: {_some(names)}" for why, names in ranked[:8]]
-        if ranked[8:]:
-            lines.append(f"skipped {sum(len(n) for _, n in ranked[8:]):,} for other reasons")
-        leaks, twins = [], []
-        for group in self.duplicates:
-            leak = len({split for _, split in group}) > 1
-            (leaks if leak else twins).append(" = ".join(f"{name} ({s})" for name, s in group))
-        if leaks:
-            lines.append(f"WARNING, same picture in two splits, {len(leaks):,}: {_some(leaks)}")
-        if twins:
-            lines.append(f"same picture under two names, {len(twins):,}: {_some(twins)}")
-        return "\n".join(lines)
-
-
-def _some(names: list[str], shown: int = 3) -> str:
-    """The first few, each on one line and not too long, and how many more."""
-    first = [name if name.isprintable() else repr(name)[1:-1] for name in names[:shown]]
-    text = ", ".join(name if len(name) <= 80 else f"{name[:77]}..." for name in first)
-    return text if len(names) <= shown else f"{text} and {len(names) - shown:,} more"
 
 
 class _Entry(NamedTuple):
@@ -185,15 +107,12 @@ def _count(records: list[Record]) -> tuple[dict[str, int], dict[str, int]]:
     for record in records:
         images[record.split] += 1
         captions[record.split] += len(record.captions)
-    order = [split for split in ("train", "dev", "test", "test_novel") if split in images]
+    order = [split for split in SCENES if split in images]
     return {split: images[split] for split in order}, {split: captions[split] for split in order}
 
 
 def _scenes() -> tuple[list[Record], Report]:
-    from vlattn.data.scenes import scenes  # takes Record from this file
-
-    splits = ("train", "dev", "test", "test_novel")
-    records = [record for split in splits for record in scenes(split)]
+    records = [record for split in SCENES for record in scenes(split)]
     return records, Report("scenes (built in)", *_count(records))
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from PIL import Image, ImageChops, ImageDraw
 
-from vlattn.data.layouts import Phrase, Record
+from vlattn.data.records import Phrase, Record
 
 SPLITS = {"train": 4000, "dev": 200, "test": 500, "test_novel": 200}
 COLOURS = {
