@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from vlattn.attention import additive_attention
+from vlattn.attention import ScaledDotProductAttention, additive_attention
 
 SHAPES = {  # name: pictures, queries, keys
     "caption step": (32, 1, 196),
@@ -71,7 +71,7 @@ def make_inputs(batch: int, queries: int, keys: int, dim: int, dtype, device: st
     return [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
 
 
-def forward(function: Callable, tensors: list[Tensor]) -> Callable[[], None]:
+def forward(function: Callable, tensors: list[Tensor], learned=()) -> Callable[[], None]:
     def call():
         with torch.no_grad():
             function(*tensors)
@@ -79,11 +79,13 @@ def forward(function: Callable, tensors: list[Tensor]) -> Callable[[], None]:
     return call
 
 
-def training(function: Callable, tensors: list[Tensor]) -> Callable[[], None]:
+def training(function: Callable, tensors: list[Tensor], learned=()) -> Callable[[], None]:
+    """Forward and backward, with the gradients of the tensors and of parameters."""
     tensors = [x.clone().requires_grad_() for x in tensors]
+    wanted = [*tensors, *learned]
 
     def call():
-        torch.autograd.grad(function(*tensors).sum(), tensors, allow_unused=True)
+        torch.autograd.grad(function(*tensors).sum(), wanted, allow_unused=True)
 
     return call
 
@@ -173,6 +175,59 @@ def _line(row: dict) -> str:
     return f"{row['shape']:<16}{row['B']:>4}{row['T']:>6}{row['N']:>6}{row['D']:>5}{cells}"
 
 
+def by_hand(attn: ScaledDotProductAttention) -> Callable[..., Tensor]:
+    """The same projections around `F.scaled_dot_product_attention`."""
+
+    def call(query: Tensor, key: Tensor) -> Tensor:
+        q = attn.q_proj(query).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)
+        k, v = (
+            proj(key).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)
+            for proj in (attn.k_proj, attn.v_proj)
+        )
+        return attn.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    return call
+
+
+def modules(device: str, dtypes, share: float) -> list[dict]:
+    """`ScaledDotProductAttention` against PyTorch by hand, and against `nn.MultiheadAttention`."""
+    print("\nDot-product modules, width 256, 8 heads: milliseconds, and times as fast as by hand")
+    rows = []
+    for dtype in dtypes:
+        for passes, make in (("forward", forward), ("forward + backward", training)):
+            for name, (batch, queries, keys) in SHAPES.items():
+                theirs = nn.MultiheadAttention(256, 8, batch_first=True).to(device, dtype)
+                attn = ScaledDotProductAttention.from_torch(theirs)
+                query = torch.randn(batch, queries, 256, device=device, dtype=dtype)
+                key = torch.randn(batch, keys, 256, device=device, dtype=dtype)
+                ways = {
+                    "by hand": (by_hand(attn), attn),
+                    "ours": (lambda q, k, attn=attn: attn(q, k)[0], attn),
+                    "torch, weights": (
+                        lambda q, k, m=theirs: m(q, k, k, average_attn_weights=False)[0],
+                        theirs,
+                    ),
+                    "ours, weights": (
+                        lambda q, k, attn=attn: attn(q, k, need_weights=True)[0],
+                        attn,
+                    ),
+                }
+                calls = {
+                    way: make(function, [query, key], list(module.parameters()))
+                    for way, (function, module) in ways.items()
+                }
+                found = measure(calls, device, share)
+                kind = str(dtype).removeprefix("torch.")
+                rows.append({"dtype": kind, "passes": passes, "shape": name, "times": found})
+                base = found["by hand"]["seconds"]
+                cells = [
+                    f"{way} {1e3 * t['seconds']:.3f} ({base / t['seconds']:.2f}x)"
+                    for way, t in found.items()
+                ]
+                print(f"{kind:<10}{passes:<20}{name:<17}{'   '.join(cells)}", flush=True)
+    return rows
+
+
 def growth(device: str, share: float) -> list[dict]:
     print("\nHow they grow: 64 queries of size 64, forward; milliseconds, MiB")
     rows = []
@@ -237,10 +292,12 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()
     print(f"torch {torch.__version__}, {args.device} {machine}")
     threads = (1,) if args.device == "cuda" else (1, 2)
-    rows = table(args.device, threads, (torch.float32, torch.bfloat16), args.seconds)
+    dtypes = (torch.float32, torch.bfloat16)
+    rows = table(args.device, threads, dtypes, args.seconds)
+    dot_product_rows = modules(args.device, dtypes, args.seconds)
     grown = growth(args.device, args.seconds)
     result = {"torch": torch.__version__, "table": rows, "growth": grown}
-    result["memory"] = memory(args.device)
+    result |= {"modules": dot_product_rows, "memory": memory(args.device)}
     (args.out / "attention.json").write_text(json.dumps(result, indent=1))
     plot(grown, args.out / "attention.png")
     print(f"\nwritten to {args.out}/attention.json and attention.png")

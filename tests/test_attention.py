@@ -225,6 +225,29 @@ def test_dot_product_agrees_with_multihead_attention_of_the_same_weights():
 # Shapes
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [{}, {"kdim": 12, "vdim": 20}])
+def test_from_torch_is_the_same_attention(sizes, bias):
+    theirs = nn.MultiheadAttention(24, 6, bias=bias, batch_first=True, **sizes).double().eval()
+    ours = ScaledDotProductAttention.from_torch(theirs)
+    query, key, value = torch.randn(B, T, 24), torch.randn(B, N, 12), torch.randn(B, N, 20)
+    if not sizes:
+        key, value = torch.randn(2, B, N, 24)
+    tensors = [x.double() for x in (query, key, value)]
+    mask = torch.rand(T, N) < 0.6
+    mask[:, 0] = True
+    output, weights = theirs(*tensors, attn_mask=~mask, average_attn_weights=False)
+    found_output, found_weights = ours(*tensors, mask, need_weights=True)
+    torch.testing.assert_close(found_output, output)
+    torch.testing.assert_close(found_weights, weights)
+    assert not ours.training
+
+
+def test_from_torch_refuses_keys_of_its_own():
+    with pytest.raises(ValueError, match="must have add_bias_kv=False and add_zero_attn=False"):
+        ScaledDotProductAttention.from_torch(nn.MultiheadAttention(8, 2, add_zero_attn=True))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_default_to_the_one_before(kind):
     attn = ATTENTIONS[kind](24, num_heads=3)
@@ -366,6 +389,19 @@ def test_asking_for_the_weights_changes_nothing(kind, causal, padded, hide_a_hea
     assert outputs[0].isfinite().all()
     sums = torch.ones(2, 2, queries) if mask is None else mask.any(-1).float()
     torch.testing.assert_close(weights.sum(-1), sums)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_chosen_heads_are_those_of_all(kind, masked):
+    attn, tensors = build(kind, num_kv_heads=3), inputs()
+    mask = random_mask(6) if masked else None
+    output, weights = attn(*tensors, mask, need_weights=True)
+    some_output, some = attn(*tensors, mask, need_weights=[4, 1])
+    torch.testing.assert_close(some, weights[:, [4, 1]])
+    torch.testing.assert_close(some_output, output)
+    with pytest.raises(ValueError, match=r"heads from 0 to 5, got \[6\]"):
+        attn(*tensors, need_weights=[6])
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vlattn.attention import ATTENTIONS, CrossAttention, KeyValue, KVCache, causal_mask
+from vlattn.attention.cache import quantise
 from vlattn.decoder import TextDecoder
 
 R, T, DIM = 2, 7, 12
@@ -95,7 +96,7 @@ def test_captions_of_one_picture_share_its_memory(kind):
     tokens = torch.randint(11, (3 * R, T))
     shared = model.start(memory)
     repeated = model.start(memory.repeat_interleave(3, dim=0))
-    assert shared.memory[0].key.size(0) == R and repeated.memory[0].key.size(0) == 3 * R
+    assert shared.memory(0).key.size(0) == R and repeated.memory(0).key.size(0) == 3 * R
     with torch.no_grad():
         for part in tokens.split((3, 1, 3), dim=1):
             torch.testing.assert_close(
@@ -127,6 +128,63 @@ def test_reorder_of_an_empty_cache_does_nothing():
     kept.reorder(torch.tensor([0, 0, 1]))
     added = new(3, 2)
     assert torch.equal(kept.append(0, added).key, added.key)
+
+
+# Storage
+
+BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.int8: 1}
+
+
+@pytest.mark.parametrize("num_kv_heads", [6, 2, 1])
+@pytest.mark.parametrize("dtype", BYTES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_those_of_the_formula(kind, dtype, num_kv_heads):
+    """2 * N * dim * layers * bytes, times the key/value heads over the heads; int8 has scales."""
+    model = TextDecoder(11, dim=24, depth=3, num_heads=6, num_kv_heads=num_kv_heads, attention=kind)
+    kept = model.start(torch.randn(R, 9, 24), cache_dtype=dtype)
+    for tokens in ((R, 4), (R, 1), (R, 1)):
+        with torch.no_grad():
+            model(torch.randint(11, tokens), kept)
+    held = R * (9 + len(kept))
+    expected = 2 * held * 24 * 3 * BYTES[dtype] * num_kv_heads // 6
+    if dtype == torch.int8:
+        expected += 2 * held * num_kv_heads * 3 * 4  # a float32 of each head and token
+    assert len(kept) == 6 and kept.nbytes == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"),
+    [(torch.float32, 0), (torch.bfloat16, 1e-2), (torch.float16, 1e-3), (torch.int8, 1e-2)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_stored_small_stays_close(kind, dtype, error):
+    """Relative error of the logits, token by token, with beams that swap on the way."""
+    model = TextDecoder(50, dim=96, depth=2, num_heads=6, num_kv_heads=3, attention=kind).eval()
+    memory, tokens = torch.randn(R, 9, 96), torch.randint(50, (3 * R, T))
+    full, small = model.start(memory), model.start(memory, cache_dtype=dtype)
+    with torch.no_grad():
+        for part in tokens.split(1, dim=1):
+            rows = torch.arange(3 * R).flip(0)
+            for kept in (full, small):
+                if len(kept):
+                    kept.reorder(rows)
+            wanted, found = (model.logits(model(part, kept).hidden) for kept in (full, small))
+            assert (found - wanted).norm() <= error * wanted.norm()
+    assert small.nbytes <= full.nbytes and small.memory(0).key.dtype == torch.float32
+
+
+def test_int8_is_within_half_a_step_of_each_head_and_token():
+    x = torch.randn(2, 3, 5, 16) * torch.logspace(-30, 6, 5)[:, None]
+    numbers, scales = quantise(x)
+    assert numbers.dtype == torch.int8 and scales.shape == (2, 3, 5, 1)
+    assert ((numbers * scales - x).abs() <= 0.501 * scales).all()
+    assert (numbers.abs().amax(-1) == 127).all()
+    assert quantise(torch.zeros(2, 4))[0].eq(0).all()
+
+
+def test_other_storage_is_refused():
+    with pytest.raises(ValueError, match=r"one of float32, bfloat16, float16, int8, got .*float64"):
+        KVCache([new(R, 9)], dtype=torch.float64)
 
 
 # Room

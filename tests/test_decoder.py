@@ -333,3 +333,13 @@ def test_rotary_positions_need_pairs():
     """A head of odd size failed in the middle of the first pass, with a word on tensor sizes."""
     with pytest.raises(ValueError, match="even size of one head, got dim=24, num_heads=8"):
         decoder(num_heads=8, num_kv_heads=None, positions="rotary")
+
+
+def test_weights_of_chosen_layers_are_those_of_all():
+    model, memory, tokens = decoder(), pictures(), texts()
+    whole = read(model, tokens, memory)
+    some = model(tokens, model.start(memory), need_weights=[1])
+    torch.testing.assert_close(some.weights, whole.weights[:, [1]])
+    torch.testing.assert_close(some.hidden, whole.hidden)
+    with pytest.raises(ValueError, match=r"layers from 0 to \d+, got \[9\]"):
+        model(tokens, model.start(memory), need_weights=[9])

@@ -114,14 +114,18 @@ class Captioner(nn.Module):
         return self.memory_dropout(self.memory_positions(projected))
 
     def decode(
-        self, tokens: Tensor, features: PatchFeatures, need_weights: bool = False
+        self,
+        tokens: Tensor,
+        features: PatchFeatures,
+        need_weights: bool | Sequence[int] = False,
     ) -> CaptionerOutput:
         """Teacher forcing: the logits of the token that follows each of the given ones.
 
         Args:
             tokens: (R, T) captions from the begin token on, right-padded; R is a multiple of the
                 pictures in `features`, and the captions of a picture stand together.
-            need_weights: also return the weights of cross-attention.
+            need_weights: also return the weights of cross-attention, of all layers or of those
+                whose numbers are given.
         """
         cache = self.decoder.start(self.memory(features))
         hidden, weights = self.decoder(tokens, cache, need_weights=need_weights)
@@ -165,12 +169,14 @@ class Captioner(nn.Module):
         top_p: float | None = None,
         num_samples: int = 1,
         generator: torch.Generator | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> list[list[Hypothesis]]:
         """Write texts about encoded pictures: beam search, or sampling where `temperature` is set.
 
         Args:
             max_len: most tokens of a text; at most what the decoder's positions allow.
             num_samples: texts drawn per picture.
+            cache_dtype: what keys and values are kept in; see `KVCache`.
 
         Other arguments are those of `beam_search` and `sample`.
 
@@ -194,7 +200,7 @@ class Captioner(nn.Module):
             "max_len": min(max_len, self.config.max_len),
         }
         with self._evaluating():
-            cache = self.decoder.start(self.memory(features))
+            cache = self.decoder.start(self.memory(features), cache_dtype=cache_dtype)
             if temperature is None:
                 return beam_search(
                     step,

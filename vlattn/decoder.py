@@ -4,6 +4,7 @@ B pictures, C captions or beams of each, R = B * C rows, T tokens, N patches, D 
 H heads, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,10 @@ NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
 class DecoderOutput(NamedTuple):
-    """Hidden states (R, T, D), and cross-attention weights (R, L, H, T, N) where asked for."""
+    """Hidden states (R, T, D), and cross-attention weights (R, L, H, T, N) where asked for.
+
+    L are the layers that were asked for.
+    """
 
     hidden: Tensor
     weights: Tensor | None
@@ -97,7 +101,7 @@ class DecoderBlock(nn.Module):
         past = self._look_back(self._before(self.norm1, x), cache, layer, places, mask)
         x = self._after(self.norm1, x + self.dropout(past))
         seen, weights = self._look_at(
-            self._before(self.norm2, x), cache.memory[layer], need_weights
+            self._before(self.norm2, x), cache.memory(layer), need_weights
         )
         x = self._after(self.norm2, x + self.dropout(seen))
         thought = self.mlp(self._before(self.norm3, x))
@@ -202,9 +206,14 @@ class TextDecoder(nn.Module):
         self.head = None if tie_embeddings else nn.Linear(dim, vocab_size, bias=False)
         self.dropout = nn.Dropout(dropout)
 
-    def start(self, memory: Tensor) -> KVCache:
-        """A cache to write with: the memory (B, N, D) is projected once per picture and layer."""
-        return KVCache([block.cross_attn.project_kv(memory) for block in self.blocks])
+    def start(self, memory: Tensor, *, cache_dtype: torch.dtype | None = None) -> KVCache:
+        """A cache to write with: the memory (B, N, D) is projected once per picture and layer.
+
+        Args:
+            cache_dtype: what the cache keeps its numbers in; see `KVCache`.
+        """
+        memories = [block.cross_attn.project_kv(memory) for block in self.blocks]
+        return KVCache(memories, dtype=cache_dtype)
 
     def forward(
         self,
@@ -213,7 +222,7 @@ class TextDecoder(nn.Module):
         *,
         places: Tensor | None = None,
         mask: Tensor | None = None,
-        need_weights: bool = False,
+        need_weights: bool | Sequence[int] = False,
     ) -> DecoderOutput:
         """Read the tokens that follow those in the cache.
 
@@ -222,11 +231,13 @@ class TextDecoder(nn.Module):
             cache: from `start`; holds the keys and values of these tokens too afterwards.
             places: (R, T) place of each token in its text; one after the other where omitted.
             mask: what self-attention may look at; all tokens up to its own where omitted.
-            need_weights: also return the weights of cross-attention.
+            need_weights: also return the weights of cross-attention, of all layers or of those
+                whose numbers are given.
 
         Raises:
-            ValueError: a text would be longer than `max_len`.
+            ValueError: a text would be longer than `max_len`, or there is no such layer.
         """
+        wanted = self._layers(need_weights)
         start, num_tokens = len(cache), tokens.size(1)
         if places is None:
             if start + num_tokens > self.max_len:
@@ -240,11 +251,21 @@ class TextDecoder(nn.Module):
         if self.positions is not None:
             x = x + self.positions[places]
         x = self.dropout(x)
-        layers = []
+        seen = {}
         for layer, block in enumerate(self.blocks):
-            x, weights = block(x, cache, layer, places, mask, need_weights)
-            layers.append(weights)
-        return DecoderOutput(self.norm(x), torch.stack(layers, dim=1) if need_weights else None)
+            x, seen[layer] = block(x, cache, layer, places, mask, layer in wanted)
+        weights = torch.stack([seen[layer] for layer in wanted], dim=1) if wanted else None
+        return DecoderOutput(self.norm(x), weights)
+
+    def _layers(self, need_weights: bool | Sequence[int]) -> list[int]:
+        if isinstance(need_weights, bool):
+            return list(range(len(self.blocks))) if need_weights else []
+        if any(not 0 <= layer < len(self.blocks) for layer in need_weights):
+            raise ValueError(
+                f"need_weights must name layers from 0 to {len(self.blocks) - 1}, "
+                f"got {list(need_weights)}"
+            )
+        return list(need_weights)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) hidden states to (..., V)."""

@@ -78,9 +78,12 @@ def additive_attention(
             query, key, value, score_weight, mask, dropout_p, need_weights
         )
     score = SCORES[backend]
-    return _attend(
-        query, key, value, mask, lambda q, k: score(q, k, score_weight), dropout_p, need_weights
-    )
+
+    def attend(query, key, value, mask):
+        scores = score(query, key, score_weight)
+        return _weighted_sum(scores, value, mask, dropout_p, need_weights)
+
+    return _guarded(query, key, value, mask, attend)
 
 
 @torch.compiler.assume_constant_result
@@ -120,51 +123,70 @@ def scaled_dot_product_attention(
     """
     check_heads(query, key, value)
     scale = query.size(-1) ** -0.5
-    return _attend(
-        query,
-        key,
-        value,
-        mask,
-        lambda q, k: (q * scale) @ k.transpose(-1, -2),
-        dropout_p,
-        need_weights,
-    )
+    fused = not need_weights and _fused_is_faster(query, key, dropout_p)
+
+    def attend(query, key, value, mask):
+        if fused:
+            return _fused(query, key, value, mask, dropout_p), None
+        scores = (query * scale) @ key.transpose(-1, -2)
+        return _weighted_sum(scores, value, mask, dropout_p, need_weights)
+
+    return _guarded(query, key, value, mask, attend)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    score: Callable[[Tensor, Tensor], Tensor],
-    dropout_p: float,
-    need_weights: bool,
+def _weighted_sum(
+    scores: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, need_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores -> masked softmax -> dropout -> weighted sum."""
+    """Scores (B, H, T, N) -> masked softmax -> dropout -> weighted sum, and the weights."""
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1)
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)  # a row with nothing to attend
+    weights = weights.to(value.dtype)
+    output = F.dropout(weights, dropout_p) @ value  # (B, H, T, D_v)
+    return output, weights if need_weights else None
+
+
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float
+) -> Tensor:
+    """PyTorch's one call, with zeros for a row with nothing to attend."""
+    if mask is None:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p)
+    empty = ~mask.any(-1, keepdim=True)
+    output = F.scaled_dot_product_attention(query, key, value, mask | empty, dropout_p)
+    return output.masked_fill(empty, 0.0)
+
+
+def _guarded(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attend: Callable
+) -> tuple[Tensor, Tensor | None]:
+    """`attend(query, key, value, mask)` for as many heads each, and a mask of four axes.
+
+    What lies under the mask may be anything. Zero times NaN is NaN, also in the backward pass, so
+    what is not finite is set to zero before it meets a product.
+    """
     groups = query.size(1) // max(key.size(1), 1)
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     mask = expand_mask(mask, (*query.shape[:3], key.size(2)))
-    guarded = mask is not None and not known_finite(query, key, value)
-    if guarded:
-        # What lies under the mask may be anything. Zero times NaN is NaN, also in the backward
-        # pass, so what is not finite is set to zero before it meets a product.
-        finite_query = _finite_rows(query)  # (B, H, T, 1)
-        finite_key = _finite_rows(key) & _finite_rows(value)  # (B, H, N, 1)
-        query = query.masked_fill(~finite_query, 0.0)
-        key, value = (x.masked_fill(~finite_key, 0.0) for x in (key, value))
-    scores = score(query, key)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1)  # (B, H, T, N)
-    if mask is not None:
-        weights = weights.masked_fill(~mask, 0.0)  # a row with nothing to attend
-    output = F.dropout(weights, dropout_p).to(value.dtype) @ value  # (B, H, T, D_v)
-    if guarded:
-        # A row that may attend to such a number shows it, as it would without a mask.
-        spoiled = (mask & ~(finite_query & finite_key.transpose(2, 3))).any(-1, keepdim=True)
-        output, weights = (x.masked_fill(spoiled, torch.nan) for x in (output, weights))
-    return output, weights.to(query.dtype) if need_weights else None
+    if mask is None or known_finite(query, key, value):
+        return attend(query, key, value, mask)
+    finite_query = _finite_rows(query)  # (B, H, T, 1)
+    finite_key = _finite_rows(key) & _finite_rows(value)  # (B, H, N, 1)
+    query = query.masked_fill(~finite_query, 0.0)
+    key, value = (x.masked_fill(~finite_key, 0.0) for x in (key, value))
+    output, weights = attend(query, key, value, mask)
+    # A row that may attend to such a number shows it, as it would without a mask.
+    spoiled = (mask & ~(finite_query & finite_key.transpose(2, 3))).any(-1, keepdim=True)
+    output = output.masked_fill(spoiled, torch.nan)
+    return output, None if weights is None else weights.masked_fill(spoiled, torch.nan)
+
+
+def _fused_is_faster(query: Tensor, key: Tensor, dropout_p: float) -> bool:
+    """Whether PyTorch's one call beats the products written out; see benchmarks/attention.py."""
+    return query.device.type == "cuda"
 
 
 def known_finite(*tensors: Tensor) -> bool:

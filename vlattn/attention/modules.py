@@ -4,6 +4,7 @@ B batch, T queries, N keys, H query heads, H_kv key/value heads, D head size.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +105,7 @@ class CrossAttention(nn.Module, ABC):
         value: Tensor | None = None,
         mask: Tensor | None = None,
         *,
-        need_weights: bool = False,
+        need_weights: bool | Sequence[int] = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend with `query` to `key`, and sum `value`.
 
@@ -114,7 +115,8 @@ class CrossAttention(nn.Module, ABC):
             key: (B, N, key_dim).
             value: (B, N, value_dim); `key` where omitted.
             mask: boolean, True = may attend: (T, N), (B, 1, N), (B, T, N) or (B, H, T, N).
-            need_weights: also return the weights; the output is the same.
+            need_weights: also return the weights, of all heads or of those whose numbers are
+                given; the output is the same.
 
         Returns:
             output (B, T, out_dim), and weights (B, H, T, N): after the softmax, before dropout, per
@@ -138,7 +140,12 @@ class CrossAttention(nn.Module, ABC):
         )
 
     def attend(
-        self, query: Tensor, kv: KeyValue, mask: Tensor | None = None, *, need_weights: bool = False
+        self,
+        query: Tensor,
+        kv: KeyValue,
+        mask: Tensor | None = None,
+        *,
+        need_weights: bool | Sequence[int] = False,
     ) -> tuple[Tensor, Tensor | None]:
         """`forward` for keys and values that `project_kv` projected."""
         if query.dim() == 2:
@@ -156,14 +163,39 @@ class CrossAttention(nn.Module, ABC):
         return query, KeyValue(key, value)
 
     def attend_heads(
-        self, query: Tensor, kv: KeyValue, mask: Tensor | None = None, *, need_weights: bool = False
+        self,
+        query: Tensor,
+        kv: KeyValue,
+        mask: Tensor | None = None,
+        *,
+        need_weights: bool | Sequence[int] = False,
     ) -> tuple[Tensor, Tensor | None]:
         """`attend` for queries (B, H, T, D) that are projected too."""
         dropout_p = self.dropout if self.training else 0.0
-        output, weights = self._attention(query, kv, mask, dropout_p, need_weights)
+        every = slice(None)
+        if isinstance(need_weights, bool):
+            output, weights = self._attention(query, kv, mask, dropout_p, need_weights, every)
+        else:
+            output, _ = self._attention(query, kv, mask, dropout_p, False, every)
+            weights = self._weights(query, kv, mask, list(need_weights))
         output = output.transpose(1, 2).flatten(2)  # (B, T, H * D_v)
         output = self.out_proj(output) if mask is None else _project(self.out_proj, output)
         return output, weights
+
+    def _weights(
+        self, query: Tensor, kv: KeyValue, mask: Tensor | None, heads: list[int]
+    ) -> Tensor | None:
+        """The weights of some heads alone, (B, len(heads), T, N)."""
+        if any(not 0 <= head < self.num_heads for head in heads):
+            raise ValueError(
+                f"need_weights must name heads from 0 to {self.num_heads - 1}, got {heads}"
+            )
+        groups = self.num_heads // self.num_kv_heads
+        key = kv.key[:, [head // groups for head in heads]]
+        no_value = key[..., :0]
+        if mask is not None and mask.dim() == 4:
+            mask = mask[:, heads]
+        return self._attention(query[:, heads], KeyValue(key, no_value), mask, 0.0, True, heads)[1]
 
     @abstractmethod
     def _attention(
@@ -173,8 +205,9 @@ class CrossAttention(nn.Module, ABC):
         mask: Tensor | None,
         dropout_p: float,
         need_weights: bool,
+        heads: list[int] | slice,
     ) -> tuple[Tensor, Tensor | None]:
-        """The attention over heads, a function of `functional.py`."""
+        """The attention over heads, a function of `functional.py`; `heads` says which they are."""
 
 
 class AdditiveAttention(CrossAttention):
@@ -217,12 +250,12 @@ class AdditiveAttention(CrossAttention):
         self.score_weight = nn.Parameter(torch.empty(num_heads, self.head_dim))  # v, per head
         nn.init.uniform_(self.score_weight, -(self.head_dim**-0.5), self.head_dim**-0.5)
 
-    def _attention(self, query, kv, mask, dropout_p, need_weights):
+    def _attention(self, query, kv, mask, dropout_p, need_weights, heads):
         return additive_attention(
             query,
             kv.key,
             kv.value,
-            self.score_weight.to(query.dtype),
+            self.score_weight[heads].to(query.dtype),
             mask,
             dropout_p=dropout_p,
             need_weights=need_weights,
@@ -266,10 +299,42 @@ class ScaledDotProductAttention(CrossAttention):
             dropout=dropout,
         )
 
-    def _attention(self, query, kv, mask, dropout_p, need_weights):
+    def _attention(self, query, kv, mask, dropout_p, need_weights, heads):
         return scaled_dot_product_attention(
             query, kv.key, kv.value, mask, dropout_p=dropout_p, need_weights=need_weights
         )
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention) -> "ScaledDotProductAttention":
+        """The same attention with the weights of PyTorch's, `kdim` and `vdim` included.
+
+        Queries, keys and values are batch first here whatever they are there.
+
+        Raises:
+            ValueError: the module adds keys of its own (`add_bias_kv`, `add_zero_attn`).
+        """
+        if module.bias_k is not None or module.add_zero_attn:
+            raise ValueError("module must have add_bias_kv=False and add_zero_attn=False")
+        attn = cls(
+            module.embed_dim,
+            module.kdim,
+            module.vdim,
+            num_heads=module.num_heads,
+            bias=module.in_proj_bias is not None,
+            dropout=module.dropout,
+        ).to(module.out_proj.weight)
+        names = ("q_proj", "k_proj", "v_proj")
+        if module.in_proj_weight is None:
+            weights = [getattr(module, f"{name}_weight") for name in names]
+        else:
+            weights = module.in_proj_weight.chunk(3)
+        state = {f"{name}.weight": weight for name, weight in zip(names, weights)}
+        if module.in_proj_bias is not None:
+            biases = module.in_proj_bias.chunk(3)
+            state |= {f"{name}.bias": bias for name, bias in zip(names, biases)}
+        state |= {f"out_proj.{name}": x for name, x in module.out_proj.named_parameters()}
+        attn.load_state_dict(state)
+        return attn.train(module.training)
 
 
 ATTENTIONS: dict[str, type[CrossAttention]] = {
