@@ -12,7 +12,7 @@ from PIL import Image
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels run on the CPU
 
-from vlattn.attention import ATTENTIONS
+from vlattn.attention import ATTENTIONS, AdditiveAttention
 from vlattn.captioner import Captioner
 from vlattn.config import CaptionerConfig
 from vlattn.data.scenes import scenes
@@ -29,6 +29,14 @@ TINY = {
     "num_heads": 2,
     "stem": False,
     "dropout": 0.0,
+}
+# Every attention, the additive one in each backend that has float64.
+MODULES = {
+    **ATTENTIONS,
+    **{
+        f"additive-{backend}": type(backend, (AdditiveAttention,), {"backend": backend})
+        for backend in ("reference", "chunked", "compiled")
+    },
 }
 SEED = 2  # of weights with which the three photos get different captions, finished and not
 

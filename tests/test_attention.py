@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import MODULES
 from torch import Tensor, nn
 
 from vlattn.attention import (
@@ -19,7 +20,7 @@ from vlattn.attention import (
 )
 
 B, T, N, D, D_V = 2, 5, 7, 4, 3
-KINDS = tuple(ATTENTIONS)
+KINDS = tuple(MODULES)
 HEADS = ((6, 6), (6, 3), (6, 1))  # query heads and key/value heads: full, grouped, multi-query
 SIZES = {"query_dim": 24, "key_dim": 12, "value_dim": 20, "hidden_dim": 18, "out_dim": 16}
 
@@ -31,7 +32,7 @@ def seed():
 
 def build(kind: str, **options) -> CrossAttention:
     """An attention of 24-sized queries, 12-sized keys, 20-sized values and 16-sized outputs."""
-    return ATTENTIONS[kind](**{**SIZES, "num_heads": 6, **options}).double()
+    return MODULES[kind](**{**SIZES, "num_heads": 6, **options}).double()
 
 
 def inputs(batch: int = B, queries: int = T, keys: int = N) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +54,8 @@ def heads(num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def call(kind: str, query, key, value, score_weight, mask=None, **options):
-    if kind == "additive":
+    if kind.startswith("additive"):
+        options = {"backend": MODULES[kind].backend, **options}
         return additive_attention(query, key, value, score_weight, mask, **options)
     return scaled_dot_product_attention(query, key, value, mask, **options)
 
@@ -68,7 +70,7 @@ def loops(kind: str, query, key, value, score_weight, mask=None) -> tuple[Tensor
                 scores = []
                 for n in range(key.size(2)):
                     q, k = query[b, h, t], key[b, h // groups, n]
-                    if kind == "additive":
+                    if kind.startswith("additive"):
                         scores.append(
                             sum(v * (a + b).tanh() for v, a, b in zip(score_weight[h], q, k))
                         )
@@ -137,7 +139,7 @@ def test_functions_are_the_formula_pair_by_pair(kind, num_heads, num_kv_heads, m
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_formula(kind):
     tensors = [tensor.requires_grad_() for tensor in heads(6, 3)]
-    used = tensors if kind == "additive" else tensors[:3]
+    used = tensors if kind.startswith("additive") else tensors[:3]
     mask = random_mask(6)
     slope = torch.randn(B, 6, T, D_V, dtype=torch.float64)
     fast = torch.autograd.grad(call(kind, *tensors, mask)[0], used, slope)
@@ -180,7 +182,9 @@ def test_textbook_form_is_the_plain_weighted_sum_of_the_values(kind):
     assert output.shape == (B, T, 20)
     torch.testing.assert_close(output, expected)
     names = {name.split(".")[0] for name, _ in attn.named_parameters()}
-    assert names == {"q_proj", "k_proj"} | ({"score_weight"} if kind == "additive" else set())
+    assert names == {"q_proj", "k_proj"} | (
+        {"score_weight"} if kind.startswith("additive") else set()
+    )
 
 
 def test_additive_score_is_bahdanaus():
@@ -250,10 +254,10 @@ def test_from_torch_refuses_keys_of_its_own():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_default_to_the_one_before(kind):
-    attn = ATTENTIONS[kind](24, num_heads=3)
+    attn = MODULES[kind](24, num_heads=3)
     assert (attn.q_proj.in_features, attn.k_proj.in_features, attn.v_proj.in_features) == (24,) * 3
     assert (attn.q_proj.out_features, attn.out_proj.out_features) == (24, 24)
-    attn = ATTENTIONS[kind](24, 12, num_heads=3)
+    attn = MODULES[kind](24, 12, num_heads=3)
     assert (attn.k_proj.in_features, attn.v_proj.in_features) == (12, 12)
     assert (attn.q_proj.out_features, attn.out_proj.out_features) == (24, 24)
 
@@ -364,7 +368,7 @@ def test_nothing_in_gives_nothing_out(kind, batch, queries, keys, masked):
 @pytest.mark.parametrize("kind", KINDS)
 def test_asking_for_the_weights_changes_nothing(kind, causal, padded, hide_a_head, length):
     """Elsewhere the path with weights forgot the causal mask, or only one of the paths gave NaN."""
-    queries = 8 if length == 8 or kind == "additive" else 600
+    queries = 8 if length == 8 or kind.startswith("additive") else 600
     query = torch.randn(2, 2, queries, 3)
     key, value = torch.randn(2, 2, length, 3), torch.randn(2, 2, length, 5)
     score_weight = torch.randn(2, 3)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from vlattn.data import layouts
 from vlattn.data.layouts import LAYOUTS, read_records
 from vlattn.data.records import DataError, Record, Report
 
@@ -435,13 +436,11 @@ def test_errors_say_what_was_looked_for(tmp_path):
 
 
 def test_scenes_are_a_data_set_like_any_other(monkeypatch):
-    from vlattn.data import scenes
-
     made = {
         split: [Record("picture", ("a b", "c"), split, name=split)]
         for split in ("train", "dev", "test", "test_novel")
     }
-    monkeypatch.setattr(scenes, "scenes", made.__getitem__)
+    monkeypatch.setattr(layouts, "scenes", made.__getitem__)
     records, report = read_records("scenes")
     assert [record.split for record in records] == ["train", "dev", "test", "test_novel"]
     assert report.images == dict.fromkeys(made, 1)

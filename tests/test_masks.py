@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import MODULES
 from torch import Tensor, nn
 
 from vlattn.attention import (
-    ATTENTIONS,
     CrossAttention,
     ScaledDotProductAttention,
     additive_attention,
@@ -16,7 +16,7 @@ from vlattn.attention import (
 )
 
 B, H, T, N, D, D_V = 2, 4, 5, 7, 3, 6
-KINDS = tuple(ATTENTIONS)
+KINDS = tuple(MODULES)
 SHAPES = ((T, N), (B, 1, N), (B, T, N), (B, H, T, N))
 BAD = (torch.nan, torch.inf, -torch.inf)
 
@@ -28,7 +28,7 @@ def seed():
 
 def build(kind: str, **options) -> CrossAttention:
     options = {"hidden_dim": 12, "num_heads": H, "num_kv_heads": 2, **options}
-    return ATTENTIONS[kind](16, 10, 18, **options).double()
+    return MODULES[kind](16, 10, 18, **options).double()
 
 
 def inputs(queries: int = T, keys: int = N) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,7 +45,8 @@ def heads() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def call(kind: str, query, key, value, score_weight, mask=None, **options):
-    if kind == "additive":
+    if kind.startswith("additive"):
+        options = {"backend": MODULES[kind].backend, **options}
         return additive_attention(query, key, value, score_weight, mask, **options)
     return scaled_dot_product_attention(query, key, value, mask, **options)
 
@@ -304,7 +305,7 @@ def test_bad_numbers_hidden_from_all_reach_nothing(kind, project_value, place, b
 def test_bad_last_token_reaches_no_row_before_it(kind, bad):
     """Self-attention over a text whose last token is spoiled: the causal mask hides it from every
     row but its own, so the loss of the other rows has the gradients of a clean text."""
-    attn = ATTENTIONS[kind](16, hidden_dim=12, num_heads=H, num_kv_heads=2).double()
+    attn = MODULES[kind](16, hidden_dim=12, num_heads=H, num_kv_heads=2).double()
     clean = torch.randn(B, T, 16, dtype=torch.float64)
     results = []
     for x in (clean, spoil(clean, (slice(None), -1), bad)):

@@ -86,6 +86,18 @@ def test_relations_are_true_of_the_picture(records):
     assert set(seen) == {"above", "below", "left", "right"} and min(seen.values()) > 400
 
 
+def test_objects_are_told_column_by_column_and_from_the_top_down(records):
+    for record in records:
+        for phrases in record.phrases[:3]:
+            firsts = [min(map(column_and_height, phrase.boxes)) for phrase in phrases]
+            assert firsts == sorted(firsts)
+
+
+def column_and_height(box):
+    x0, y0, x1, y1 = box
+    return int(3 * (x0 + x1) / 2), y0 + y1
+
+
 def test_boxes_are_tight_around_pixels_of_the_named_colour(splits):
     """Grounds are pale in every channel; the colours of objects are not."""
     slack = []

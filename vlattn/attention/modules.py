@@ -215,8 +215,11 @@ class AdditiveAttention(CrossAttention):
 
     Bahdanau, Cho and Bengio, "Neural Machine Translation by Jointly Learning to Align and
     Translate", ICLR 2015. With `project_value=False, project_out=False, num_heads=1` the output is
-    the plain weighted sum of the values. Arguments are those of `CrossAttention`.
+    the plain weighted sum of the values. Arguments are those of `CrossAttention`. `backend` is how
+    it is computed, see `additive_attention`; it may be set on a class or on one module.
     """
+
+    backend = "auto"
 
     def __init__(
         self,
@@ -259,6 +262,7 @@ class AdditiveAttention(CrossAttention):
             mask,
             dropout_p=dropout_p,
             need_weights=need_weights,
+            backend=self.backend,
         )
 
 

@@ -216,7 +216,7 @@ def _surface(rng: Random, colour: str, texture: str, radius: int) -> Image.Image
 
 
 def _captions(rng: Random, things: list[Thing]) -> Iterator[tuple[str, tuple[Phrase, ...]]]:
-    """Objects from left to right; two captions say how neighbours lie, where that is clear."""
+    """Objects in one order; two captions say how neighbours lie, where that is clear."""
     plain = _groups(things, lambda thing: "")
     detail = rng.choice((lambda thing: thing.size + " ", lambda thing: thing.texture + " "))
     openers = rng.sample(_OPENERS, 5)
@@ -231,9 +231,9 @@ def _captions(rng: Random, things: list[Thing]) -> Iterator[tuple[str, tuple[Phr
 
 
 def _groups(things: list[Thing], detail: Callable[[Thing], str]) -> list[Group]:
-    """Objects of one description taken together, from left to right."""
+    """Objects of one description taken together, column by column, each from the top down."""
     members: dict[tuple[str, str, str], list[Thing]] = {}
-    for thing in sorted(things, key=lambda thing: thing.box):
+    for thing in sorted(things, key=_column_and_height):
         members.setdefault((detail(thing), thing.colour, thing.shape), []).append(thing)
     groups = []
     for (adjective, colour, shape), group in members.items():
@@ -243,6 +243,12 @@ def _groups(things: list[Thing], detail: Callable[[Thing], str]) -> list[Group]:
         number = (article, "two", "three", "four")[len(group) - 1]
         groups.append(Group(f"{number} {words}", tuple(group)))
     return groups
+
+
+def _column_and_height(thing: Thing) -> tuple[int, float]:
+    """Which third of the picture's width the middle is in, and how far down it is."""
+    x0, y0, x1, y1 = thing.box
+    return int(3 * (x0 + x1) / 2), y0 + y1
 
 
 def _relations(groups: list[Group]) -> Iterator[tuple[list[Group], int, str]]:
