@@ -7,8 +7,8 @@ OUT ?= runs/mine
 DEMO ?= 1
 PORT ?= 7860
 BIN := .venv/bin
-# Waiting threads sleep rather than spin: much faster where other programs use the cores too.
-export OMP_WAIT_POLICY ?= passive
+# Waiting threads spin briefly, then sleep: faster where other programs use the cores too.
+export GOMP_SPINCOUNT ?= 20000
 
 .PHONY: run test train demo lint setup
 

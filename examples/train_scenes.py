@@ -19,9 +19,9 @@ from vlattn.evaluation import score_captions, write_captions
 from vlattn.visualization import contact_sheet
 
 RECIPE = (
-    "--data scenes --dim 128 --num-heads 4 --dropout 0 --label-smoothing 0 --captions-per-image 2 "
-    "--epochs 10 --learning-rate 1.5e-3 --warmup-steps 100 --average-decay 0.97 --eval-every 2 "
-    "--attention-supervision 1"
+    "--data scenes --encoder-depth 1 --dim 128 --num-heads 4 --dropout 0 --label-smoothing 0 "
+    "--epochs 6 --batch-size 16 --captions-per-image 1 --sort-window 1 --learning-rate 1.5e-3 "
+    "--warmup-steps 100 --average-decay 0.97 --eval-every 3 --attention-supervision 1"
 ).split()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlattn.attention import AdditiveAttention, additive_attention
-from vlattn.attention.functional import BACKENDS, _try_out
+from vlattn.attention.functional import BACKENDS
 from vlattn.attention.kernels import chunked, compiled
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -297,10 +297,10 @@ def fresh(monkeypatch, tmp_path):
     """No library built yet, an empty cache; everything is forgotten again afterwards."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     compiled.library.cache_clear()
-    _try_out.cache_clear()
+    compiled._fastest.cache_clear()
     yield tmp_path
     compiled.library.cache_clear()
-    _try_out.cache_clear()
+    compiled._fastest.cache_clear()
 
 
 def script(path, text: str):
@@ -336,7 +336,7 @@ def test_without_a_good_compiler_auto_falls_back_and_says_so_once(fresh, monkeyp
             output, _ = additive_attention(*tensors)
     assert torch.equal(output, additive_attention(*tensors, backend="chunked")[0])
     (line,) = caplog.messages
-    assert "without compiled code" in line and reason in line
+    assert "without compiled loops" in line and reason in line
     with pytest.raises(compiled.CompilerError, match=reason):
         additive_attention(*tensors, backend="compiled")
 

@@ -48,7 +48,7 @@ class PatchEmbed(nn.Module):
                 "pixels must have shape (B, C, S_h, S_w) with sides divisible by "
                 f"patch_size={self.patch_size}, got {tuple(pixels.shape)}"
             )
-        grid = self.proj(pixels)  # (B, D, gh, gw)
+        grid = self.proj(pixels.contiguous(memory_format=torch.channels_last))  # (B, D, gh, gw)
         return PatchFeatures(grid.flatten(2).transpose(1, 2), tuple(grid.shape[-2:]))
 
 
@@ -59,10 +59,11 @@ def _conv_stem(patch_size: int, in_channels: int, dim: int) -> nn.Sequential:
         raise ValueError(f"patch_size of a stem must be a power of two above 1, got {patch_size}")
     layers: list[nn.Module] = []
     for step in reversed(range(halvings)):
-        width = max(dim >> step, 32)
+        width = max(dim >> step, 16)
         layers += [nn.Conv2d(in_channels, width, 4, 2, 1), nn.BatchNorm2d(width), nn.ReLU()]
         in_channels = width
-    return nn.Sequential(*layers, nn.Conv2d(in_channels, dim, 1))
+    stem = nn.Sequential(*layers, nn.Conv2d(in_channels, dim, 1))
+    return stem.to(memory_format=torch.channels_last)  # the faster layout on a CPU
 
 
 def sine_positions(grid_size: tuple[int, int], dim: int) -> Tensor:

@@ -3,8 +3,7 @@
 B batch, H query heads, H_kv key/value heads, T queries, N keys, D head size, D_v value head size.
 """
 
-import functools
-import logging
+import importlib.util
 from collections.abc import Callable
 from typing import Literal
 
@@ -15,14 +14,14 @@ from torch import Tensor
 from vlattn.attention.kernels import chunked, compiled, reference
 from vlattn.attention.masks import check_heads, expand_mask
 
+BACKENDS = ("auto", "reference", "chunked", "compiled", "triton")
 SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "auto": compiled.additive_scores_if_possible,
     "reference": reference.additive_scores,
     "chunked": chunked.additive_scores,
     "compiled": compiled.additive_scores,
 }
-BACKENDS = (*SCORES, "triton")
-
-log = logging.getLogger(__name__)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def additive_attention(
@@ -65,11 +64,13 @@ def additive_attention(
             f"score_weight must have shape (H, D) = {(heads, head_dim)}, "
             f"got {tuple(score_weight.shape)}"
         )
-    if backend not in ("auto", *BACKENDS):
-        names = ", ".join(["auto", *BACKENDS])
+    if backend not in BACKENDS:
+        names = ", ".join(BACKENDS)
         raise ValueError(f"backend must be one of {names}, got {backend!r}")
     if backend == "auto":
-        backend = _fastest(query.device.type)
+        backend = {"cpu": "auto", "cuda": "triton" if HAS_TRITON else "chunked"}.get(
+            query.device.type, "chunked"
+        )
     if backend == "triton":
         from vlattn.attention.kernels import triton
 
@@ -84,27 +85,6 @@ def additive_attention(
         return _weighted_sum(scores, value, mask, dropout_p, need_weights)
 
     return _guarded(query, key, value, mask, attend)
-
-
-@torch.compiler.assume_constant_result
-def _fastest(device: str) -> str:
-    """The fastest backend that a kind of device has."""
-    return _try_out(device)
-
-
-@functools.cache
-def _try_out(device: str) -> str:
-    try:
-        if device == "cuda":
-            from vlattn.attention.kernels import triton  # noqa: F401
-
-            return "triton"
-        if device == "cpu":
-            compiled.library()
-            return "compiled"
-    except (ImportError, compiled.CompilerError) as error:
-        log.warning("additive attention on %s runs without compiled code: %s", device, error)
-    return "chunked"
 
 
 def scaled_dot_product_attention(

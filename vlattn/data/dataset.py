@@ -172,13 +172,14 @@ def _coverage(
     boxes: Sequence[tuple[float, float, float, float]], grid_size: tuple[int, int]
 ) -> Tensor:
     """(N,) share of each patch that the largest part of one of the boxes covers."""
-    rows, columns = (torch.arange(side) for side in grid_size)
-    covered = torch.zeros(grid_size)
+    (height, width), covered = grid_size, np.zeros(grid_size, np.float32)
+    rows, columns = np.arange(height), np.arange(width)
     for x0, y0, x1, y1 in boxes:
-        down = (rows + 1).clamp(max=y1 * len(rows)) - rows.clamp(min=y0 * len(rows))
-        across = (columns + 1).clamp(max=x1 * len(columns)) - columns.clamp(min=x0 * len(columns))
-        covered = covered.maximum(down.clamp(min=0)[:, None] * across.clamp(min=0))
-    return covered.flatten()
+        down = np.minimum(rows + 1, y1 * height) - np.maximum(rows, y0 * height)
+        across = np.minimum(columns + 1, x1 * width) - np.maximum(columns, x0 * width)
+        inside = np.maximum(down, 0)[:, None] * np.maximum(across, 0)
+        covered = np.maximum(covered, inside, dtype=np.float32)
+    return torch.from_numpy(covered.ravel())
 
 
 def pack(captions: Sequence[Sequence[Sequence[int]]]) -> tuple[PackedTokens, Tensor]:

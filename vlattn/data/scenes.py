@@ -30,7 +30,7 @@ COLOURS = {
     "black": (34, 34, 40),
 }
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross")
-SIZES = {"small": 0.13, "large": 0.2}  # radius as a fraction of the picture
+SIZES = {"small": 0.14, "large": 0.2}  # radius as a fraction of the picture
 TEXTURES = ("plain", "striped", "dotted")
 HELD_OUT = (
     ("red", "star"),
@@ -108,7 +108,7 @@ def _choose_pairs(rng: Random, *, novel: bool) -> list[tuple[str, str]]:
     """One to four (colour, shape) pairs, some of them repeated."""
     pairs = [rng.choice(HELD_OUT if novel else _PAIRS)]
     for _ in range(rng.choices((0, 1, 2, 3), (2, 4, 4, 3))[0]):
-        pairs.append(rng.choice(pairs) if rng.random() < 0.3 else rng.choice(_PAIRS))
+        pairs.append(rng.choice(pairs) if rng.random() < 0.15 else rng.choice(_PAIRS))
     rng.shuffle(pairs)
     return pairs
 
@@ -134,7 +134,7 @@ def _place(rng: Random, kinds: list[str]) -> list[tuple[float, float]]:
         placed: list[tuple[float, float, float]] = []
         for radius in (SIZES[kind] for kind in kinds):
             low, high = radius + _GAP, 1 - radius - _GAP
-            for _ in range(8):
+            for _ in range(20):
                 x, y = rng.uniform(low, high), rng.uniform(low, high)
                 if all(max(abs(x - a), abs(y - b)) >= radius + r + _GAP for a, b, r in placed):
                     placed.append((x, y, radius))

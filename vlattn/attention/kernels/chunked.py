@@ -48,17 +48,17 @@ def _pieces(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
             yield row, part, r
 
 
-def _scores(query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
+def scores(query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
     batch, heads, num_queries, _ = query.shape
-    scores = query.new_empty(batch * heads, num_queries, key.size(2))
+    found = query.new_empty(batch * heads, num_queries, key.size(2))
     totals = score_weight.sum(-1)
     for row, part, r in _pieces(query.flatten(0, 1), key.flatten(0, 1)):
         weight = score_weight[row % heads]
-        torch.sub(totals[row % heads], r @ weight, alpha=2, out=scores[row, part])
-    return scores.unflatten(0, (batch, heads))
+        torch.sub(totals[row % heads], r @ weight, alpha=2, out=found[row, part])
+    return found.unflatten(0, (batch, heads))
 
 
-def _gradients(
+def gradients(
     grad: Tensor, query: Tensor, key: Tensor, score_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads = query.size(1)
@@ -77,4 +77,4 @@ def _gradients(
     return to_query * weight, to_key * weight, to_weight
 
 
-additive_scores = additive_operator("chunked", _scores, _gradients)
+additive_scores = additive_operator("chunked", scores, gradients)

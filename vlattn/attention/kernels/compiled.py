@@ -6,6 +6,7 @@ The compiler runs once; its library is kept in the user's cache folder for later
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 
 from vlattn.attention.kernels import chunked, reference
-from vlattn.attention.kernels.operator import additive_operator
+from vlattn.attention.kernels.operator import Gradients, Scores, additive_operator
 from vlattn.files import write_aside
 
 SOURCE = Path(__file__).with_name("additive.cpp")
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 SECONDS = 15  # that a compiler may take
+log = logging.getLogger(__name__)
 PADDING = 32  # keys are padded to a multiple: two vectors of 16 numbers
 
 
@@ -125,7 +127,7 @@ def _call_scores(found: ctypes.CDLL, query: Tensor, key: Tensor, score_weight: T
 def _scores(query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
     found = library()
     if not chunked.factors(query, key):
-        return chunked.additive_scores(query, key, score_weight)
+        return chunked.scores(query, key, score_weight)
     return _call_scores(found, query, key, score_weight)
 
 
@@ -133,7 +135,7 @@ def _gradients(
     grad: Tensor, query: Tensor, key: Tensor, score_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not chunked.factors(query, key):
-        return chunked._gradients(grad, query, key, score_weight)
+        return chunked.gradients(grad, query, key, score_weight)
     batch, heads, num_queries, dim = query.shape
     exp_query, exp_key = (_padded((2 * x).exp(), PADDING) for x in (query, key))
     weight = _padded(score_weight, PADDING)
@@ -146,3 +148,19 @@ def _gradients(
 
 
 additive_scores = additive_operator("compiled", _scores, _gradients)
+
+
+@functools.cache
+def _fastest() -> tuple[Scores, Gradients]:
+    """These loops, or the chunked ones where they cannot be had; said once."""
+    try:
+        library()
+    except CompilerError as error:
+        log.warning("additive attention runs without compiled loops: %s", error)
+        return chunked.scores, chunked.gradients
+    return _scores, _gradients
+
+
+additive_scores_if_possible = additive_operator(
+    "auto", lambda *tensors: _fastest()[0](*tensors), lambda *tensors: _fastest()[1](*tensors)
+)
