@@ -2,7 +2,7 @@
 
     python examples/train_scenes.py --out runs/scenes
 
-Under four minutes on two slow CPU cores. Writes a model folder and `words.png`, a contact sheet of the
+Under four minutes on two slow CPU cores. Writes a model folder and `words.png`, a contact sheet of
 region that each word came from, and prints how many of the test pictures are described with every
 object's colour and shape right. Takes the flags of `vlattn train`, which beat the recipe below.
 """
@@ -20,8 +20,8 @@ from vlattn.visualization import contact_sheet
 
 RECIPE = (
     "--data scenes --encoder-depth 1 --dim 128 --num-heads 4 --dropout 0 --label-smoothing 0 "
-    "--max-steps 1400 --batch-size 16 --captions-per-image 1 --sort-window 1 --learning-rate 1.5e-3 "
-    "--warmup-steps 100 --average-decay 0.97 --eval-every 6 --attention-supervision 1"
+    "--max-steps 1300 --batch-size 16 --captions-per-image 1 --sort-window 1 --warmup-steps 100 "
+    "--learning-rate 1.5e-3 --average-decay 0.97 --eval-every 6 --attention-supervision 1"
 ).split()
 
 

@@ -30,7 +30,7 @@ COLOURS = {
     "black": (34, 34, 40),
 }
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross")
-SIZES = {"small": 0.14, "large": 0.2}  # radius as a fraction of the picture
+SIZES = {"small": 0.15, "large": 0.2}  # radius as a fraction of the picture
 TEXTURES = ("plain", "striped", "dotted")
 HELD_OUT = (
     ("red", "star"),
@@ -107,7 +107,7 @@ def _record(split: str, index: int, size: int) -> Record:
 def _choose_pairs(rng: Random, *, novel: bool) -> list[tuple[str, str]]:
     """One to four (colour, shape) pairs, some of them repeated."""
     pairs = [rng.choice(HELD_OUT if novel else _PAIRS)]
-    for _ in range(rng.choices((0, 1, 2, 3), (2, 4, 4, 3))[0]):
+    for _ in range(rng.choices((0, 1, 2, 3), (3, 4, 4, 2))[0]):
         pairs.append(rng.choice(pairs) if rng.random() < 0.15 else rng.choice(_PAIRS))
     rng.shuffle(pairs)
     return pairs
