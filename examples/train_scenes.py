@@ -20,7 +20,7 @@ from vlattn.visualization import contact_sheet
 
 RECIPE = (
     "--data scenes --encoder-depth 1 --dim 128 --num-heads 4 --dropout 0 --label-smoothing 0 "
-    "--max-steps 1300 --batch-size 16 --captions-per-image 1 --sort-window 1 --warmup-steps 100 "
+    "--max-steps 1500 --batch-size 16 --captions-per-image 1 --sort-window 1 --warmup-steps 100 "
     "--learning-rate 1.5e-3 --average-decay 0.97 --eval-every 6 --attention-supervision 1"
 ).split()
 
