@@ -63,6 +63,14 @@ def _allowed(mask, t, n, T, N, mask_t, mask_n, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
+def _usable(fine, small, row, place, length):
+    """Which rows of a tile are finite, and whether all of them are small."""
+    inside = place < length
+    use = tl.load(fine + row * length + place, mask=inside, other=0) != 0
+    return use, tl.min(tl.load(small + row * length + place, mask=inside, other=1), 0) != 0
+
+
+@triton.jit
 def _kept(p, seed, row, t, n, T, N, dropout_p):
     """Weights after dropout; the same numbers are drawn in every pass."""
     drawn = tl.rand(tl.load(seed), (row * T + t[:, None]) * N + n[None, :])
@@ -83,16 +91,15 @@ def _forward(
     k += kv_row * D * N
     weight += row % H * D
     mask += row // H * mask_b + row % H * mask_h
-    use_t = tl.load(fine_q + row * T + t, mask=t < T, other=0) != 0
-    small_t = tl.min(tl.load(small_q + row * T + t, mask=t < T, other=1), 0) != 0
+    use_t, small_t = _usable(fine_q, small_q, row, t, T)
     top = tl.full((BT,), float("-inf"), tl.float32)
     total = tl.zeros((BT,), tl.float32)
     spoiled = tl.zeros((BT,), tl.int32)
     sums = tl.zeros((BT, BV), tl.float32)
     for start in range(0, N, BN):
         n = start + tl.arange(0, BN)
-        use_n = tl.load(fine_k + kv_row * N + n, mask=n < N, other=0) != 0
-        small = (tl.min(tl.load(small_k + kv_row * N + n, mask=n < N, other=1), 0) != 0) & small_t
+        use_n, small_n = _usable(fine_k, small_k, kv_row, n, N)
+        small = small_n & small_t
         allowed = _allowed(mask, t, n, T, N, mask_t, mask_n, HAS_MASK)
         fine = use_t[:, None] & use_n[None, :]
         spoiled = tl.maximum(spoiled, tl.max((allowed & (fine == 0)).to(tl.int32), 1))
@@ -123,10 +130,9 @@ def _forward(
     if WEIGHTS:
         for start in range(0, N, BN):
             n = start + tl.arange(0, BN)
-            use_n = tl.load(fine_k + kv_row * N + n, mask=n < N, other=0) != 0
-            small = tl.min(tl.load(small_k + kv_row * N + n, mask=n < N, other=1), 0) != 0
+            use_n, small_n = _usable(fine_k, small_k, kv_row, n, N)
             allowed = _allowed(mask, t, n, T, N, mask_t, mask_n, HAS_MASK)
-            s = _scores(q, k, weight, t, n, T, N, D, use_t, use_n, small & small_t, BT, BN)
+            s = _scores(q, k, weight, t, n, T, N, D, use_t, use_n, small_n & small_t, BT, BN)
             p = tl.where(allowed, tl.exp(s - log[:, None]), 0.0)
             p = tl.where(spoiled[:, None] != 0, float("nan"), p)
             place = (row * T + t[:, None]) * N + n[None, :]
@@ -184,14 +190,13 @@ def _query_gradient(
     mask += row // H * mask_b + row % H * mask_h
     to_q += row * D * T
     to_weight += (row * tl.num_programs(0) + tl.program_id(0)) * D
-    use_t = tl.load(fine_q + row * T + t, mask=t < T, other=0) != 0
-    small_t = tl.min(tl.load(small_q + row * T + t, mask=t < T, other=1), 0) != 0
+    use_t, small_t = _usable(fine_q, small_q, row, t, T)
     log = tl.load(logsum + row * T + t, mask=t < T, other=float("inf"))
     shift = tl.load(delta + row * T + t, mask=t < T, other=0.0)
     for start in range(0, N, BN):
         n = start + tl.arange(0, BN)
-        use_n = tl.load(fine_k + kv_row * N + n, mask=n < N, other=0) != 0
-        small = (tl.min(tl.load(small_k + kv_row * N + n, mask=n < N, other=1), 0) != 0) & small_t
+        use_n, small_n = _usable(fine_k, small_k, kv_row, n, N)
+        small = small_n & small_t
         to_s, _, _ = _score_gradient(
             q, k, v, weight, mask, grad_out, grad_weights, row, t, n, use_t, use_n, small, log,
             shift, seed, dropout_p, T, N, D, DV, mask_t, mask_n,
@@ -219,8 +224,7 @@ def _key_gradient(
     k += kv_row * D * N
     v += kv_row * N * DV
     to_k += kv_row * D * N
-    use_n = tl.load(fine_k + kv_row * N + n, mask=n < N, other=0) != 0
-    small_n = tl.min(tl.load(small_k + kv_row * N + n, mask=n < N, other=1), 0) != 0
+    use_n, small_n = _usable(fine_k, small_k, kv_row, n, N)
     sums = tl.zeros((BN, BV), tl.float32)
     for head in range(GROUPS):
         row = kv_row * GROUPS + head
@@ -228,9 +232,8 @@ def _key_gradient(
         row_mask = mask + row // H * mask_b + row % H * mask_h
         for start in range(0, T, BT):
             t = start + tl.arange(0, BT)
-            use_t = tl.load(fine_q + row * T + t, mask=t < T, other=0) != 0
-            small = tl.min(tl.load(small_q + row * T + t, mask=t < T, other=1), 0) != 0
-            small = small & small_n
+            use_t, small_t = _usable(fine_q, small_q, row, t, T)
+            small = small_t & small_n
             log = tl.load(logsum + row * T + t, mask=t < T, other=float("inf"))
             shift = tl.load(delta + row * T + t, mask=t < T, other=0.0)
             to_s, kept, grad = _score_gradient(
