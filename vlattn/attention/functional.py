@@ -67,10 +67,9 @@ def additive_attention(
     if backend not in BACKENDS:
         names = ", ".join(BACKENDS)
         raise ValueError(f"backend must be one of {names}, got {backend!r}")
-    if backend == "auto":
-        backend = {"cpu": "auto", "cuda": "triton" if HAS_TRITON else "chunked"}.get(
-            query.device.type, "chunked"
-        )
+    device = query.device.type
+    if backend == "auto" and device != "cpu":
+        backend = "triton" if device == "cuda" and HAS_TRITON else "chunked"
     if backend == "triton":
         from vlattn.attention.kernels import triton
 
@@ -103,7 +102,7 @@ def scaled_dot_product_attention(
     """
     check_heads(query, key, value)
     scale = query.size(-1) ** -0.5
-    fused = not need_weights and _fused_is_faster(query, key, dropout_p)
+    fused = not need_weights and _fused_is_faster(query)
 
     def attend(query, key, value, mask):
         if fused:
@@ -164,7 +163,7 @@ def _guarded(
     return output, None if weights is None else weights.masked_fill(spoiled, torch.nan)
 
 
-def _fused_is_faster(query: Tensor, key: Tensor, dropout_p: float) -> bool:
+def _fused_is_faster(query: Tensor) -> bool:
     """Whether PyTorch's one call beats the products written out; see benchmarks/attention.py."""
     return query.device.type == "cuda"
 
