@@ -206,6 +206,12 @@ def train(config: TrainConfig) -> Captioner:
                     attention_supervision=config.attention_supervision,
                     clip_norm=config.clip_norm,
                 )
+                if not math.isfinite(value):
+                    raise ValueError(
+                        f"step {progress.step + 1}: the loss became {value}: lower "
+                        f"learning_rate={config.learning_rate}; the last checkpoint and the best "
+                        "model are kept"
+                    )
             else:
                 title, rate = "reward", config.scst_rate
                 if progress.step == teacher_steps:  # go on from the averaged weights
@@ -215,12 +221,6 @@ def train(config: TrainConfig) -> Captioner:
                 _set_rate(optimizer, rate)
                 value = self_critical_step(
                     accelerator, model, optimizer, window, critic, seed, clip_norm=config.clip_norm
-                )
-            if not math.isfinite(value):
-                raise ValueError(
-                    f"step {progress.step + 1}: the {title} became {value}: lower "
-                    f"learning_rate={config.learning_rate}; the last checkpoint and the best model "
-                    "are kept"
                 )
             averaged.update_parameters(captioner)
             progress.step += 1
