@@ -286,7 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each contender and shape")
+    parser.add_argument("--seconds", type=float, default=0.25, help="of each contender and shape")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()

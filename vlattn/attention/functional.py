@@ -21,6 +21,7 @@ SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "chunked": chunked.additive_scores,
     "compiled": compiled.additive_scores,
 }
+HAS_AMX = torch.cpu._is_amx_tile_supported()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -122,9 +123,8 @@ def _weighted_sum(
     weights = scores.softmax(-1)
     if mask is not None:
         weights = weights.masked_fill(~mask, 0.0)  # a row with nothing to attend
-    weights = weights.to(value.dtype)
-    output = F.dropout(weights, dropout_p) @ value  # (B, H, T, D_v)
-    return output, weights if need_weights else None
+    output = F.dropout(weights, dropout_p) @ value.to(weights.dtype)  # (B, H, T, D_v)
+    return output.to(value.dtype), weights.to(value.dtype) if need_weights else None
 
 
 def _fused(
@@ -164,8 +164,13 @@ def _guarded(
 
 
 def _fused_is_faster(query: Tensor) -> bool:
-    """Whether PyTorch's one call beats the products written out; see benchmarks/attention.py."""
-    return query.device.type == "cuda"
+    """Whether PyTorch's one call beats the products written out; see benchmarks/attention.py.
+
+    It does, but for its backward pass in half precision where a CPU has matrix tiles (AMX).
+    """
+    learns = torch.is_grad_enabled() and query.requires_grad
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return not (learns and half and query.device.type == "cpu" and HAS_AMX)
 
 
 def known_finite(*tensors: Tensor) -> bool:

@@ -27,52 +27,53 @@ def factors(query: Tensor, key: Tensor) -> bool:
     return not bool((query.abs().amax() > largest) | (key.abs().amax() > largest))
 
 
-def _pieces(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
-    """(row of B * H, queries, r of these queries and all keys (T', N, D)), piece by piece."""
-    _, num_queries, dim = query.shape
-    num_keys = key.size(1)
+def _pieces(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[slice, int], slice, Tensor]]:
+    """(pictures and a head, queries, r of these queries and all keys (B', T', N, D)), by pieces."""
+    batch, heads, num_queries, dim = query.shape
+    num_keys = key.size(2)
     factored = factors(query, key)
     if factored:
         query, key = (2 * query).exp(), (2 * key).exp()
     room = BUFFER.get(query.device.type, ELSEWHERE)
-    step = min(max(room // max(num_keys * dim, 1), 1), max(num_queries, 1))
-    buffer = query.new_empty(step, num_keys, dim)
-    for row in range(len(query)):
-        for start in range(0, num_queries, step):
-            part = slice(start, min(start + step, num_queries))
-            r = buffer[: part.stop - start]
-            if factored:
-                torch.mul(query[row, part, None], key[row], out=r).add_(1).reciprocal_()
-            else:
-                torch.add(query[row, part, None], key[row], out=r).tanh_().sub_(1).mul_(-0.5)
-            yield row, part, r
+    rows = min(max(room // max(num_keys * dim, 1), 1), max(batch * num_queries, 1))
+    step = max(min(rows, num_queries), 1)  # queries of a piece
+    pictures = max(rows // step, 1)
+    buffer = query.new_empty(pictures, step, num_keys, dim)
+    for head in range(heads):
+        for first in range(0, batch, pictures):
+            where = slice(first, min(first + pictures, batch)), head
+            for start in range(0, num_queries, step):
+                part = slice(start, min(start + step, num_queries))
+                r = buffer[: where[0].stop - first, : part.stop - start]
+                left, right = query[where][:, part, None], key[where][:, None]
+                if factored:
+                    torch.mul(left, right, out=r).add_(1).reciprocal_()
+                else:
+                    torch.add(left, right, out=r).tanh_().sub_(1).mul_(-0.5)
+                yield where, part, r
 
 
 def scores(query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
-    batch, heads, num_queries, _ = query.shape
-    found = query.new_empty(batch * heads, num_queries, key.size(2))
+    found = query.new_empty(*query.shape[:3], key.size(2))
     totals = score_weight.sum(-1)
-    for row, part, r in _pieces(query.flatten(0, 1), key.flatten(0, 1)):
-        weight = score_weight[row % heads]
-        torch.sub(totals[row % heads], r @ weight, alpha=2, out=found[row, part])
-    return found.unflatten(0, (batch, heads))
+    for where, part, r in _pieces(query, key):
+        head = where[1]
+        torch.sub(totals[head], r @ score_weight[head], alpha=2, out=found[where][:, part])
+    return found
 
 
 def gradients(
     grad: Tensor, query: Tensor, key: Tensor, score_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    heads = query.size(1)
-    grad = grad.flatten(0, 1)
     to_query, to_key = query.new_empty(query.shape), key.new_zeros(key.shape)
     to_weight, half = torch.zeros_like(score_weight), query.new_tensor(0.5)
-    for row, part, r in _pieces(query.flatten(0, 1), key.flatten(0, 1)):
-        b, h = divmod(row, heads)
-        piece = grad[row, part]  # (T', N)
+    for where, part, r in _pieces(query, key):
+        piece = grad[where][:, part]  # (B', T', N)
         tanh = torch.sub(half, r, out=r)  # half of it
-        to_weight[h] += 2 * (piece[:, None] @ tanh).sum((0, 1))
+        to_weight[where[1]] += 2 * (piece.flatten() @ tanh.flatten(0, 2))
         slope = torch.addcmul(half / 2, tanh, tanh, value=-1, out=tanh)  # a quarter of it
-        to_query[b, h, part] = (piece[:, None] @ slope).squeeze(1)
-        to_key[b, h] += slope.mul_(piece[..., None]).sum(0)
+        to_query[where][:, part] = (piece[:, :, None] @ slope).squeeze(2)
+        to_key[where] += slope.mul_(piece[..., None]).sum(1)
     weight = 4 * score_weight[:, None]
     return to_query * weight, to_key * weight, to_weight
 

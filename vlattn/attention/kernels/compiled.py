@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vlattn.attention.kernels import chunked, reference
@@ -22,10 +23,9 @@ from vlattn.attention.kernels.operator import Gradients, Scores, additive_operat
 from vlattn.files import write_aside
 
 SOURCE = Path(__file__).with_name("additive.cpp")
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
 SECONDS = 15  # that a compiler may take
 log = logging.getLogger(__name__)
-PADDING = 32  # keys are padded to a multiple: two vectors of 16 numbers
 
 
 class CompilerError(RuntimeError):
@@ -92,7 +92,8 @@ def _load(path: Path) -> ctypes.CDLL:
         raise CompilerError(str(error)) from error
     query, key, weight = (torch.linspace(-2, 2, n * 6).view(1, 1, n, 6) for n in (3, 5, 1))
     scores = _call_scores(found, query, key, weight[0, 0])
-    if not torch.allclose(scores, reference.additive_scores(query, key, weight[0, 0]), atol=1e-5):
+    wanted = reference.additive_scores(query, key, weight[0, 0])
+    if scores is None or not torch.allclose(scores, wanted, atol=1e-5):
         raise CompilerError("the compiled loops compute wrong numbers")
     return found
 
@@ -101,50 +102,46 @@ def _pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(x.data_ptr()) for x in tensors]
 
 
-def _call(found: ctypes.CDLL, name: str, tensors: tuple[Tensor, ...], sizes: tuple[int, ...]):
+def _call(
+    found: ctypes.CDLL, name: str, tensors: tuple[Tensor, ...], sizes: tuple[int, ...]
+) -> bool:
+    """Call a loop of `additive.cpp`; returns whether the numbers were in its range."""
     function = getattr(found, f"{name}_{str(tensors[0].dtype).removeprefix('torch.')}")
-    function(*_pointers(*tensors), *map(ctypes.c_longlong, sizes), torch.get_num_threads())
+    return bool(
+        function(*_pointers(*tensors), *map(ctypes.c_longlong, sizes), torch.get_num_threads())
+    )
 
 
-def _padded(x: Tensor, size: int) -> Tensor:
-    """Contiguous, the last axis filled up with zeros to a multiple of `size`."""
-    missing = -x.size(-1) % size
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
-
-
-def _call_scores(found: ctypes.CDLL, query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
-    batch, heads, num_queries, _ = query.shape
+def _call_scores(
+    found: ctypes.CDLL, query: Tensor, key: Tensor, score_weight: Tensor
+) -> Tensor | None:
+    """The scores, or None where exponentials leave the range."""
+    batch, heads, num_queries, dim = query.shape
     num_keys = key.size(2)
-    weight = _padded(score_weight, 2)
-    exp_query = _padded((2 * query).exp(), 2)
-    exp_key = _padded(_padded((2 * key).exp(), 2).transpose(2, 3), PADDING)  # (B, H, D, N')
+    weight = F.pad(score_weight, (0, -dim % 4))
+    exp_query = query.new_empty(batch, heads, num_queries, weight.size(1))
     scores = query.new_empty(batch, heads, num_queries, num_keys)
-    sizes = (batch * heads, heads, num_queries, num_keys, weight.size(1), exp_key.size(3))
-    _call(found, "scores", (exp_query, exp_key, weight, scores), sizes)
-    return scores
+    tensors = (query.contiguous(), key.contiguous(), weight, scores, exp_query)
+    sizes = (batch * heads, heads, num_queries, num_keys, dim)
+    return scores if _call(found, "scores", tensors, sizes) else None
 
 
 def _scores(query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
-    found = library()
-    if not chunked.factors(query, key):
-        return chunked.scores(query, key, score_weight)
-    return _call_scores(found, query, key, score_weight)
+    scores = _call_scores(library(), query, key, score_weight)
+    return chunked.scores(query, key, score_weight) if scores is None else scores
 
 
 def _gradients(
     grad: Tensor, query: Tensor, key: Tensor, score_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not chunked.factors(query, key):
-        return chunked.gradients(grad, query, key, score_weight)
     batch, heads, num_queries, dim = query.shape
-    exp_query, exp_key = (_padded((2 * x).exp(), PADDING) for x in (query, key))
-    weight = _padded(score_weight, PADDING)
-    to_query, to_key = torch.empty_like(exp_query), torch.empty_like(exp_key)
-    to_weight = weight.new_empty(batch, *weight.shape)
-    sizes = (batch * heads, heads, num_queries, key.size(2), weight.size(1))
-    tensors = (exp_query, exp_key, weight, grad.contiguous(), to_query, to_key, to_weight)
-    _call(library(), "gradients", tensors, sizes)
-    return tuple(x[..., :dim].contiguous() for x in (to_query, to_key, to_weight.sum(0)))
+    inputs = tuple(x.contiguous() for x in (query, key, score_weight, grad))
+    found = tuple(torch.empty_like(x) for x in inputs[:2])
+    to_weight = score_weight.new_empty(batch, heads, dim)
+    sizes = (batch * heads, heads, num_queries, key.size(2), dim)
+    if not _call(library(), "gradients", (*inputs, *found, to_weight), sizes):
+        return chunked.gradients(grad, query, key, score_weight)
+    return *found, to_weight.sum(0)
 
 
 additive_scores = additive_operator("compiled", _scores, _gradients)
