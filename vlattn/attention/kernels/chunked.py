@@ -3,7 +3,7 @@
     tanh(q + k) = 1 - 2 r,  r = 1 / (1 + exp(2q) exp(2k))
 
 The exponentials are taken once per query and once per key; a pair costs a product and a reciprocal,
-in a buffer that stays in the processor's cache.
+in a buffer that a processor's caches hold.
 """
 
 from collections.abc import Iterator
@@ -11,11 +11,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from vlattn.attention.kernels import reference
 from vlattn.attention.kernels.operator import additive_operator
 
 # Up to this size of a query's or key's number its exponentials are finite in the type.
 LARGEST = {torch.float32: 43.0, torch.float64: 350.0}
-BUFFER = {"cpu": 2**17}  # numbers of the buffer
+BUFFER = {"cpu": 2**19}  # numbers of the buffer
 ELSEWHERE = 2**24
 
 
@@ -38,6 +39,7 @@ def _pieces(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[slice, int], sli
     rows = min(max(room // max(num_keys * dim, 1), 1), max(batch * num_queries, 1))
     step = max(min(rows, num_queries), 1)  # queries of a piece
     pictures = max(rows // step, 1)
+    one = query.new_ones(())
     buffer = query.new_empty(pictures, step, num_keys, dim)
     for head in range(heads):
         for first in range(0, batch, pictures):
@@ -47,7 +49,7 @@ def _pieces(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[slice, int], sli
                 r = buffer[: where[0].stop - first, : part.stop - start]
                 left, right = query[where][:, part, None], key[where][:, None]
                 if factored:
-                    torch.mul(left, right, out=r).add_(1).reciprocal_()
+                    torch.addcmul(one, left, right, out=r).reciprocal_()
                 else:
                     torch.add(left, right, out=r).tanh_().sub_(1).mul_(-0.5)
                 yield where, part, r
@@ -66,16 +68,22 @@ def gradients(
     grad: Tensor, query: Tensor, key: Tensor, score_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     to_query, to_key = query.new_empty(query.shape), key.new_zeros(key.shape)
-    to_weight, half = torch.zeros_like(score_weight), query.new_tensor(0.5)
+    to_weight = grad.sum((0, 2, 3))[:, None].repeat(1, query.size(-1))
     for where, part, r in _pieces(query, key):
         piece = grad[where][:, part]  # (B', T', N)
-        tanh = torch.sub(half, r, out=r)  # half of it
-        to_weight[where[1]] += 2 * (piece.flatten() @ tanh.flatten(0, 2))
-        slope = torch.addcmul(half / 2, tanh, tanh, value=-1, out=tanh)  # a quarter of it
+        to_weight[where[1]] -= 2 * (piece.flatten() @ r.flatten(0, 2))
+        slope = torch.addcmul(r, r, r, value=-1, out=r)  # a quarter of the derivative
         to_query[where][:, part] = (piece[:, :, None] @ slope).squeeze(2)
         to_key[where] += slope.mul_(piece[..., None]).sum(1)
     weight = 4 * score_weight[:, None]
     return to_query * weight, to_key * weight, to_weight
 
 
-additive_scores = additive_operator("chunked", scores, gradients)
+_of_many_queries = additive_operator("chunked", scores, gradients)
+
+
+def additive_scores(query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
+    """One query stores no more than the keys do: the score written out is then the faster one."""
+    if query.size(2) == 1:
+        return reference.additive_scores(query, key, score_weight)
+    return _of_many_queries(query, key, score_weight)
