@@ -68,11 +68,12 @@ def gradients(
     grad: Tensor, query: Tensor, key: Tensor, score_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     to_query, to_key = query.new_empty(query.shape), key.new_zeros(key.shape)
-    to_weight = grad.sum((0, 2, 3))[:, None].repeat(1, query.size(-1))
+    to_weight, half = torch.zeros_like(score_weight), query.new_tensor(0.5)
     for where, part, r in _pieces(query, key):
         piece = grad[where][:, part]  # (B', T', N)
-        to_weight[where[1]] -= 2 * (piece.flatten() @ r.flatten(0, 2))
-        slope = torch.addcmul(r, r, r, value=-1, out=r)  # a quarter of the derivative
+        tanh = torch.sub(half, r, out=r)  # half of it
+        to_weight[where[1]] += 2 * (piece.flatten() @ tanh.flatten(0, 2))
+        slope = torch.addcmul(half / 2, tanh, tanh, value=-1, out=tanh)  # a quarter of it
         to_query[where][:, part] = (piece[:, :, None] @ slope).squeeze(2)
         to_key[where] += slope.mul_(piece[..., None]).sum(1)
     weight = 4 * score_weight[:, None]

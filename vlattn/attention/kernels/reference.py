@@ -19,4 +19,6 @@ def additive_scores(query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
     dtype = score_dtype(query.dtype)
     query, key, score_weight = query.to(dtype), key.to(dtype), score_weight.to(dtype)
     hidden = (query[:, :, :, None] + key[:, :, None]).tanh()  # (B, H, T, N, D)
+    if len(score_weight) == 1:  # one product is faster than a batch of them
+        return hidden @ score_weight[0]
     return (hidden @ score_weight[None, :, None, :, None]).squeeze(-1)
