@@ -34,7 +34,7 @@ def _pieces(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[slice, int], sli
     num_keys = key.size(2)
     factored = factors(query, key)
     if factored:
-        query, key = (2 * query).exp(), (2 * key).exp()
+        query, key = (2 * query).exp_(), (2 * key).exp_()
     room = BUFFER.get(query.device.type, ELSEWHERE)
     rows = min(max(room // max(num_keys * dim, 1), 1), max(batch * num_queries, 1))
     step = max(min(rows, num_queries), 1)  # queries of a piece
