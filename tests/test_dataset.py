@@ -182,17 +182,24 @@ def test_a_batch_of_damaged_pictures_alone_is_a_batch(tokenizer):
     assert collate([]).targets.numel() == 0
 
 
-def test_kept_features_are_read_in_place_of_pictures(records, tokenizer, tmp_path):
-    """A row of NaN, of a picture that could not be read, went into the model. The rows are read
-    from a file that cannot be written."""
-    kept = np.arange(2 * 5 * 7, dtype=np.float16).reshape(2, 5, 7)
-    kept[1] = np.nan
-    np.save(tmp_path / "kept.npy", kept)
+def test_kept_features_are_read_in_place_of_pictures(records, tokenizer):
+    """The rows are read from a file that cannot be written."""
+    kept = np.arange(5 * 7, dtype=np.float16).reshape(5, 7)
+    kept.setflags(write=False)
     some = [records[0], Record(b"", ("a ring",), name="bad.jpg")]
-    data = dataset(some, tokenizer, features=np.load(tmp_path / "kept.npy", mmap_mode="r"))
+    data = dataset(some, tokenizer, features={(0, 0): kept, (1, 0): None})
     batch = collate([data[0], data[1]])
-    assert batch.indices == (0,) and torch.equal(batch.images, torch.from_numpy(kept[:1]))
+    assert batch.indices == (0,) and torch.equal(batch.images[0], torch.tensor(kept))
     assert len(batch.skipped) == 1 and "'bad.jpg'" in batch.skipped[0]
+
+
+def test_every_view_has_its_turn(records, tokenizer):
+    data = dataset(records[:4], tokenizer, views=3)
+    for index in range(4):
+        seen = [data.epoch(number)[index].image for number in range(6)]
+        views = [data.pixels(index, view) for view in range(3)]
+        order = [next(v for v in range(3) if torch.equal(x, views[v])) for x in seen]
+        assert sorted(order[:3]) == [0, 1, 2] and order[3:] == order[:3]
 
 
 # ---- regions ----

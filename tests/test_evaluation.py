@@ -1,6 +1,5 @@
 """Running a captioner over a data set."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -8,7 +7,8 @@ from vlattn.captioner import Captioner
 from vlattn.config import CaptionerConfig
 from vlattn.data.dataset import CaptionDataset
 from vlattn.data.records import Record
-from vlattn.evaluation import encode_pictures, write_captions
+from vlattn.evaluation import write_captions
+from vlattn.features import encode_pictures
 
 ENCODER = "timm:test_vit"  # timm's own tiny model for tests
 
@@ -57,51 +57,12 @@ def test_a_set_without_a_readable_picture_has_no_captions(captioner):
     assert write_captions(captioner, dataset(captioner, [])) == {}
 
 
-def test_features_are_kept_once_and_used(frozen, some, tmp_path):
-    path = tmp_path / "features" / "dev.npy"
-    data = dataset(frozen, some)
-    state = torch.get_rng_state()
-    features = encode_pictures(frozen, data, path)
-    assert torch.equal(torch.get_rng_state(), state)  # training goes on as if without
-    assert features.dtype == np.float16 and len(features) == 4
-    assert np.isnan(features[1]).all()
-    for i in (0, 2, 3):
-        with torch.no_grad():
-            expected = frozen.encode(data[i].image[None]).tokens[0]
-        torch.testing.assert_close(
-            torch.tensor(features[i]).float(), expected, rtol=1e-2, atol=1e-2
-        )
-    content = path.read_bytes()
-    again = encode_pictures(frozen, data, path)
-    np.testing.assert_array_equal(again, features)
-    assert path.read_bytes() == content and list(path.parent.iterdir()) == [path]
-
-
 def test_captions_from_kept_features_leave_out_damaged_pictures(frozen, some, tmp_path, capsys):
     """A damaged picture of the dev split ended training at the first evaluation: its features,
     NaN, went into the search for a caption."""
     data = dataset(frozen, some)
     expected = write_captions(frozen, data)
-    data.features = encode_pictures(frozen, data, tmp_path / "dev.npy")
+    data.features = encode_pictures(frozen, data, tmp_path)
     written = write_captions(frozen, data)
     assert written.keys() == expected.keys() == {"z.png", "a.png", "m.png"}
     assert "'bad.png' could not be read" in capsys.readouterr().out
-
-
-def test_features_of_another_data_set_are_refused(frozen, some, tmp_path):
-    encode_pictures(frozen, dataset(frozen, some), tmp_path / "dev.npy")
-    with pytest.raises(ValueError, match=r"dev.npy holds 4 pictures, the data set 3"):
-        encode_pictures(frozen, dataset(frozen, some[:3]), tmp_path / "dev.npy")
-
-
-def test_features_of_no_pictures(frozen, tmp_path):
-    """A data set without a dev split."""
-    assert len(encode_pictures(frozen, dataset(frozen, []), tmp_path / "dev.npy")) == 0
-
-
-def test_an_encoding_that_fails_leaves_no_file(frozen, some, tmp_path, monkeypatch):
-    """Half-written features of a run that was stopped were taken for whole ones."""
-    monkeypatch.setattr(frozen, "encode", lambda pixels: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        encode_pictures(frozen, dataset(frozen, some), tmp_path / "dev.npy")
-    assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,15 @@ import pytest
 import torch
 from PIL import ExifTags, Image, ImageFile
 
-from vlattn.images import FORMATS, Geometry, ImageError, Preprocess, open_image
+from vlattn.images import (
+    FORMATS,
+    VIEWS,
+    Geometry,
+    ImageError,
+    Preprocess,
+    open_image,
+    view_of,
+)
 
 RED, GREEN, WHITE = (255, 0, 0), (0, 255, 0), (255, 255, 255)
 
@@ -505,3 +513,20 @@ def test_preprocess_survives_json():
 def test_wrong_arguments_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_views_are_the_picture_its_mirror_image_and_crops():
+    array = np.arange(40 * 24 * 3, dtype=np.uint32).astype(np.uint8).reshape(24, 40, 3)
+    image = Image.fromarray(array)
+    expected = [
+        array,
+        array[:, ::-1],
+        array[:21, :35],
+        array[3:, 5:][:, ::-1],
+        array[:21, 5:],
+        array[3:, :35][:, ::-1],
+    ]
+    assert len(expected) == VIEWS
+    for view, pixels in enumerate(expected):
+        np.testing.assert_array_equal(np.asarray(view_of(image, view)), pixels)
+    view_of(Image.new("RGB", (1, 1)), 5)

@@ -245,6 +245,17 @@ def test_frozen_encoder_is_encoded_once_and_stays(tmp_path, folder):
     assert not (tmp_path / "run" / "features").exists()
 
 
+def test_kept_features_serve_other_runs(tmp_path, folder, monkeypatch):
+    """Views in turn, from features that a run before left; as if they had been computed anew."""
+    captioner = replace(SMALL, encoder="timm:test_vit", image_size=(32, 32))
+    same_run = {"captioner": captioner, "max_steps": 9, "views": 2}
+    straight = train(config(folder, tmp_path / "a", **same_run)).state_dict()
+    kept = {"cache_features": str(tmp_path / "kept")}
+    train(config(folder, tmp_path / "b", **same_run | kept))
+    monkeypatch.setattr(Captioner, "encode", lambda self, pixels: 1 / 0)
+    assert same(straight, train(config(folder, tmp_path / "c", **same_run | kept)).state_dict())
+
+
 def tokenizer_of(folder):
     rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
     return training.Tokenizer.train(row["text"] for row in rows)
@@ -349,6 +360,8 @@ def test_self_critical_training_raises_the_reward(tmp_path, folder):
             {"attention_supervision": 1.0, "captioner": replace(SMALL, resize="crop")},
             "attention_supervision needs pictures that are seen whole",
         ),
+        ({"views": 7}, "views must be 1 to 6, got 7"),
+        ({"attention_supervision": 1.0, "views": 2}, "attention_supervision needs views 1, got 2"),
         ({"encoder_weights": "x"}, "encoder_weights are for an encoder of timm, got encoder 'vit'"),
     ],
 )
@@ -404,7 +417,9 @@ def test_supervised_attention_looks_into_the_boxes(tmp_path, monkeypatch, pictur
                 average_decay=0.9,
             )
         )
-        data = training._dataset(config("a", "b"), trained, records, trained.encoder.grid_size)
+        data = training._dataset(
+            config("a", "b"), trained, records, grid_size=trained.encoder.grid_size
+        )
         batch = training.collate([data[i] for i in range(len(data))])
         with torch.no_grad():
             _, weights = trained(batch.images, batch.packed, need_weights=True)

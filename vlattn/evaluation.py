@@ -1,12 +1,7 @@
-"""Running a captioner over a data set: features of every picture, and the captions it writes.
-
-N patches, D width of the encoder.
-"""
+"""The captions that a captioner writes about a data set, and their scores."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -15,7 +10,6 @@ from vlattn import metrics
 from vlattn.captioner import Captioner
 from vlattn.data.dataset import Batch, CaptionDataset, collate
 from vlattn.data.records import Record
-from vlattn.files import write_aside
 
 
 @torch.inference_mode()
@@ -51,32 +45,6 @@ def score_captions(written: dict[str, str], records: Sequence[Record]) -> metric
     """Score captions, as `write_captions` gives them, against those of the records."""
     references = {r.name: list(r.captions) for r in records if r.name in written}
     return metrics.score(written, references)
-
-
-@torch.inference_mode()
-def encode_pictures(
-    captioner: Captioner, dataset: CaptionDataset, path: Path, *, num_workers: int = 0
-) -> np.ndarray:
-    """Features of a frozen encoder for every picture, computed once and kept in a file.
-
-    Returns:
-        (pictures, N, D) float16, read in place from `path`; NaN where a picture is unreadable.
-    """
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows, columns = captioner.encoder.grid_size
-        shape = (len(dataset), rows * columns, captioner.encoder.dim)
-        with write_aside(path) as aside:
-            kept = np.lib.format.open_memmap(aside, "w+", dtype=np.float16, shape=shape)
-            kept[:] = np.nan
-            for batch in _batches(dataset, f"encoding {path.stem}", 32, num_workers):
-                features = captioner.encode(batch.images.to(captioner.device))
-                kept[list(batch.indices)] = features.tokens.half().cpu().numpy()
-            kept.flush()
-    features = np.load(path, mmap_mode="r")
-    if len(features) != len(dataset):
-        raise ValueError(f"{path} holds {len(features)} pictures, the data set {len(dataset)}")
-    return features
 
 
 def _batches(

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageChops
+from PIL import ExifTags, Image, ImageChops, ImageOps
 from torch import Tensor
 
 # Not every format that Pillow knows: some start other programs, or nest pictures of any size.
@@ -238,6 +238,25 @@ def _bicubic(start: float, stop: float, patches: int, pixels: int) -> tuple[slic
         near, far = (1.5 * d - 2.5) * d * d + 1, ((2.5 - 0.5 * d) * d - 4) * d + 2
         weights[np.arange(last - first), patch.clip(0, patches - 1)] += np.where(d < 1, near, far)
     return slice(first, last), weights
+
+
+CORNERS = ((0, 0), (1, 1), (1, 0), (0, 1))  # (right, bottom) of the crops, in this order
+CROP = 7 / 8  # of either side
+VIEWS = 2 + len(CORNERS)
+
+
+def view_of(image: Image.Image, view: int) -> Image.Image:
+    """What training shows in place of a picture.
+
+    View 0 is the picture, 1 its mirror image, and those up to `VIEWS` are the picture without a
+    strip along two of its edges, every other one mirrored.
+    """
+    if view >= 2:
+        right, bottom = CORNERS[view - 2]
+        width, height = (max(1, round(CROP * side)) for side in image.size)
+        left, top = right * (image.width - width), bottom * (image.height - height)
+        image = image.crop((left, top, left + width, top + height))
+    return ImageOps.mirror(image) if view % 2 else image
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -26,7 +25,9 @@ from vlattn.config import CaptionerConfig, option
 from vlattn.data.dataset import Batch, CaptionDataset, collate, epoch_batches
 from vlattn.data.layouts import read_records
 from vlattn.data.records import DataError, Record
-from vlattn.evaluation import encode_pictures, score_captions, write_captions
+from vlattn.evaluation import score_captions, write_captions
+from vlattn.features import encode_pictures
+from vlattn.images import VIEWS
 from vlattn.run_folder import Progress, RunFolder
 from vlattn.self_critical import SelfCritical
 from vlattn.steps import self_critical_step, teacher_step
@@ -62,6 +63,14 @@ class TrainConfig:
     accumulation: int = option(1, "batches of an optimiser step")
     captions_per_image: int = option(
         5, "most captions of a picture per epoch; one with more takes turns"
+    )
+    views: int = option(
+        1, "views of a training picture in turn: 2 its mirror image too, 3 to 6 crops of it too"
+    )
+    cache_features: str | None = option(
+        None,
+        "folder to keep a frozen encoder's features in, for later runs too; if not set, they are "
+        "in the run folder, until training ends",
     )
     sort_window: int = option(
         16, "batches whose pictures are sorted by length together, to save padding; 1: unsorted"
@@ -102,6 +111,10 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ValueError(f"{name} must be at least {low}, got {value}")
+        if not 1 <= self.views <= VIEWS:
+            raise ValueError(f"views must be 1 to {VIEWS}, got {self.views}")
+        if self.attention_supervision and self.views > 1:
+            raise ValueError(f"attention_supervision needs views 1, got {self.views}")
         for name in ("learning_rate", "scst_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -152,17 +165,17 @@ def train(config: TrainConfig) -> Captioner:
         run.start(captioner.tokenizer)
 
     grid_size = captioner.encoder.grid_size if config.attention_supervision else None
-    data = _dataset(config, captioner, train_records, grid_size)
+    data = _dataset(config, captioner, train_records, views=config.views, grid_size=grid_size)
     dev = _dataset(config, captioner, dev_records)
     if data.truncated:
         limit = captioner.config.max_len
         print(f"cut {data.truncated:,} captions at max_len={limit} tokens", flush=True)
     if getattr(captioner.encoder, "frozen", False):
         captioner.to(accelerator.device)
+        folder = config.cache_features or out / "features"
         for dataset, name in ((data, "train"), (dev, "dev")):
-            path = out / "features" / f"{name}.npy"
             dataset.features = encode_pictures(
-                captioner, dataset, path, num_workers=config.num_workers
+                captioner, dataset, folder, title=f"encoding {name}", num_workers=config.num_workers
             )
     usable = _usable(data)
 
@@ -288,7 +301,7 @@ def _dataset(
     config: TrainConfig,
     captioner: Captioner,
     records: list[Record],
-    grid_size: tuple[int, int] | None = None,
+    **options: Any,
 ) -> CaptionDataset:
     return CaptionDataset(
         records,
@@ -296,7 +309,7 @@ def _dataset(
         captioner.preprocess,
         max_len=captioner.config.max_len,
         captions_per_image=config.captions_per_image,
-        grid_size=grid_size,
+        **options,
     )
 
 
@@ -304,7 +317,7 @@ def _usable(data: CaptionDataset) -> list[int]:
     """The records whose pictures could be read, as far as that is known."""
     if data.features is None:
         return list(range(len(data)))
-    usable = [i for i in range(len(data)) if not np.isnan(data.features[i, 0, 0])]
+    usable = [i for i in range(len(data)) if data.features[i, 0] is not None]
     if not usable:
         raise DataError("none of the pictures to train on could be read")
     return usable

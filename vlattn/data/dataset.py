@@ -5,7 +5,7 @@ B pictures, T tokens of a row, S_h, S_w sides of the input, N patches, D width o
 
 import copy
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +14,11 @@ from torch.utils.data import Dataset
 
 from vlattn.captioner import PackedTokens
 from vlattn.data.records import Record
-from vlattn.images import ImageError, Preprocess, open_image
+from vlattn.images import ImageError, Preprocess, open_image, view_of
 from vlattn.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from vlattn.features import KeptFeatures
 
 
 class Batch(NamedTuple):
@@ -69,7 +72,8 @@ class CaptionDataset(Dataset):
         preprocess: makes pixels of pictures; the one that the captioner keeps.
         max_len: longest caption in tokens, begin included; longer ones are cut and not ended.
         captions_per_image: most captions of a picture per epoch; one with more takes turns.
-        features: (pictures, N, D) features to read in place of the pictures; NaN where a picture
+        views: of each picture, of which every epoch takes the next; see `view_of`.
+        features: `features[index, view]` is read in place of the picture, (N, D) or None where it
             could not be read.
     """
 
@@ -81,11 +85,13 @@ class CaptionDataset(Dataset):
         *,
         max_len: int,
         captions_per_image: int = 5,
-        features: np.ndarray | None = None,
+        views: int = 1,
+        features: "KeptFeatures | None" = None,
         grid_size: tuple[int, int] | None = None,
     ):
         self.records, self.preprocess, self.features = records, preprocess, features
         self.captions_per_image, self.grid_size = captions_per_image, grid_size
+        self.views, self.number = views, 0
         ids = iter(tokenizer.encode_batch([text for r in records for text in r.captions]))
         bos, eos = tokenizer.bos_id, tokenizer.eos_id
         self.captions = [
@@ -96,8 +102,9 @@ class CaptionDataset(Dataset):
         self.truncated = sum(c[-1] != eos for captions in self.captions for c in captions)
 
     def epoch(self, number: int) -> "CaptionDataset":
-        """The same pictures with the captions whose turn it is in an epoch, counted from 0."""
+        """The same pictures with the captions and views of an epoch, counted from 0."""
         turn = copy.copy(self)
+        turn.number = number
         count = self.captions_per_image
         turn.chosen = [
             range(len(captions))
@@ -119,18 +126,27 @@ class CaptionDataset(Dataset):
 
     def __getitem__(self, index: int) -> Example:
         """A record's example; its captions run from begin to end token."""
-        captions = [self.captions[index][k] for k in self.chosen[index]]
-        if self.features is not None:
-            features = torch.tensor(self.features[index])
-            if features.isnan().any():
-                name = self.records[index].name
-                return Example(index, ImageError(f"{name!r} could not be read when encoded"), [])
-            return Example(index, features, captions, self._regions(index))
+        view = (self.number + index) % self.views
         try:
-            pixels, _ = self.preprocess(open_image(self.records[index].image))
+            image = self.pixels(index, view) if self.features is None else self._kept(index, view)
         except ImageError as error:
             return Example(index, error, [])
-        return Example(index, pixels, captions, self._regions(index))
+        captions = [self.captions[index][k] for k in self.chosen[index]]
+        return Example(index, image, captions, self._regions(index))
+
+    def pixels(self, index: int, view: int) -> Tensor:
+        """(3, S_h, S_w) of a view of a picture.
+
+        Raises:
+            ImageError: the picture cannot be read.
+        """
+        return self.preprocess(view_of(open_image(self.records[index].image), view))[0]
+
+    def _kept(self, index: int, view: int) -> Tensor:
+        features = self.features[index, view]
+        if features is None:
+            raise ImageError(f"{self.records[index].name!r} could not be read when encoded")
+        return torch.tensor(features)
 
     def _regions(self, index: int) -> Tensor | None:
         """(targets, N) of the captions that are read, one after the other."""
