@@ -562,6 +562,18 @@ def test_a_hub_id_is_downloaded(folder, photos, monkeypatch):
     same_caption(loaded.caption(photos[:1], max_len=4)[0], expected[0])
 
 
+def test_a_tokenizer_of_the_same_size_with_other_ids_is_refused(folder):
+    """The words came out shuffled, and nothing said why (X18)."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocab = content["model"]["vocab"]
+    first, second = list(vocab)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    message = one_line_error(folder)
+    assert "tokenizer.json is not the one that the weights were trained with" in message
+
+
 def test_an_unknown_model_is_one_line(tmp_path, monkeypatch):
     no_hub = "no model folder {}, and none of that name on the hub"
     missing = tmp_path / "no" / "such" / "folder"

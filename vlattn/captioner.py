@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vlattn.config import CaptionerConfig
@@ -25,6 +25,8 @@ from vlattn.generation import Caption, Hypothesis, Word, beam_search, sample
 from vlattn.images import Geometry, Preprocess, open_image
 from vlattn.model_folder import MODEL_FILES, find_model, model_card, read_json, write_json
 from vlattn.tokenizer import Tokenizer
+
+VOCABULARY = "vocabulary"  # what the weights' file calls the digest of the tokenizer
 
 
 class CaptionerOutput(NamedTuple):
@@ -347,7 +349,7 @@ class Captioner(nn.Module):
             path.write_text(model_card(self.config, self.tokenizer.vocab_size), encoding="utf-8")
         with write_aside(folder / "model.safetensors") as path:
             tensors = {k: v.contiguous() for k, v in self.state_dict().items()}
-            save_file(tensors, path, metadata={"format": "pt"})
+            save_file(tensors, path, metadata={"format": "pt", VOCABULARY: self.tokenizer.digest})
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "Captioner":
@@ -365,7 +367,11 @@ class Captioner(nn.Module):
             preprocess = Preprocess.from_dict(read_json(folder / "preprocessor_config.json"))
             captioner = cls(config, Tokenizer.load(folder / "tokenizer.json"))
             captioner.preprocess = preprocess
-            captioner.load_state_dict(load_file(folder / "model.safetensors"))
+            with safe_open(folder / "model.safetensors", "pt") as file:
+                vocabulary = (file.metadata() or {}).get(VOCABULARY)
+                captioner.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
+            if vocabulary not in (None, captioner.tokenizer.digest):
+                raise ValueError("tokenizer.json is not the one that the weights were trained with")
         except (ValueError, TypeError, AttributeError, SafetensorError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"cannot load {source}: {reason[:300]}") from error

@@ -1,5 +1,6 @@
 """Text to tokens and back, over the `tokenizers` library, and the words that tokens belong to."""
 
+import hashlib
 import json
 import os
 from bisect import bisect_right
@@ -165,6 +166,12 @@ class Tokenizer:
         """Writes one JSON file of the `tokenizers` library."""
         with write_aside(path) as aside:
             aside.write_text(self._library.to_str(pretty=True), encoding="utf-8")
+
+    @property
+    def digest(self) -> str:
+        """Tells vocabularies apart that differ in a piece or in an id."""
+        pieces = sorted((i, piece) for piece, i in self._library.get_vocab().items())
+        return hashlib.sha256(json.dumps(pieces).encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without begin and end."""
