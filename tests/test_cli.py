@@ -139,9 +139,12 @@ def test_pictures_that_are_none_are_named_and_the_others_captioned(
 
 def test_evaluate_prints_and_writes_the_scores(model, dataset, capsys, tmp_path):
     report = tmp_path / "report.json"
-    options = ("--num-beams", 1, "--json", report)
+    options = ("--num-beams", 1, "--json", report, "--out", tmp_path / "results")
     out = run(capsys, "evaluate", "--model", model, "--data", dataset, *options)
-    assert out.startswith("test, 3 images: ")
+    assert out.startswith("test, 3 images: ") and "end in a function word" in out
+    results = json.loads((tmp_path / "results" / "captions.json").read_text())
+    assert [result["image_id"] for result in results] == ["3.png", "4.png", "5.png"]
+    assert len(json.loads((tmp_path / "results" / "scores.json").read_text())) == 3
     content = json.loads(report.read_text())
     assert content.keys() == {"captions"}
     captions = content["captions"]

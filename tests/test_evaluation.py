@@ -1,5 +1,7 @@
 """Running a captioner over a data set."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from vlattn.captioner import Captioner
 from vlattn.config import CaptionerConfig
 from vlattn.data.dataset import CaptionDataset
 from vlattn.data.records import Record
-from vlattn.evaluation import write_captions
+from vlattn.evaluation import Habits, score_captions, write_captions, write_results
 from vlattn.features import encode_pictures
 
 ENCODER = "timm:test_vit"  # timm's own tiny model for tests
@@ -66,3 +68,36 @@ def test_captions_from_kept_features_leave_out_damaged_pictures(frozen, some, tm
     written = write_captions(frozen, data)
     assert written.keys() == expected.keys() == {"z.png", "a.png", "m.png"}
     assert "'bad.png' could not be read" in capsys.readouterr().out
+
+
+def test_habits_count_what_scores_do_not_show():
+    written = {
+        "a": "a dog runs with",
+        "b": "a dog runs on the",
+        "c": "a dog runs",
+        "d": "a dog runs",
+        "e": "",
+    }
+    habits = Habits.of(written)
+    assert habits == Habits(0.8, "a dog runs", 0.4, 0.4) and not habits.is_collapsed
+    assert str(habits) == (
+        "80.0% different texts, 40.0% 'a dog runs', 40.0% end in a function word"
+    )
+    assert Habits.of({"a": "x", "b": "x", "c": "x", "d": "y"}).is_collapsed
+    assert not Habits.of({"a": "a lone picture"}).is_collapsed
+
+
+def test_results_are_in_cocos_format_and_scores_per_picture(tmp_path):
+    records = [
+        Record(None, ("a red ring", "one ring"), name="x.png"),
+        Record(None, ("a blue star",), name="é.png"),
+    ]
+    written = {"x.png": "a red ring", "é.png": "a blue cross"}
+    write_results(tmp_path / "new" / "folder", written, score_captions(written, records))
+    captions, scores = (
+        json.loads((tmp_path / "new" / "folder" / name).read_text(encoding="utf-8"))
+        for name in ("captions.json", "scores.json")
+    )
+    assert captions == [{"image_id": k, "caption": text} for k, text in written.items()]
+    assert scores.keys() == written.keys()
+    assert scores["x.png"]["bleu_1"] == pytest.approx(1) and scores["é.png"]["bleu_1"] < 1

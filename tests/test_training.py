@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from vlattn import steps, training
@@ -243,6 +244,25 @@ def test_frozen_encoder_is_encoded_once_and_stays(tmp_path, folder):
     frozen = {k for k in after if "running" in k or "num_batches" in k}
     assert frozen and all(torch.equal(after[k], before[k]) for k in frozen)
     assert not (tmp_path / "run" / "features").exists()
+
+
+def test_a_run_ends_with_curves_and_captions_to_look_at(tmp_path, folder, capsys):
+    """Resumed, too: the curves are of all steps."""
+    settings = {"epochs": 3, "scst_steps": 2}
+    train(config(folder, tmp_path / "run", **settings))
+    (tmp_path / "run" / "curves.png").unlink()
+    train(config(folder, tmp_path / "run", **settings, resume="auto"))
+    for name, least in (("curves.png", (1200, 200)), ("captions.png", (600, 300))):
+        with Image.open(tmp_path / "run" / name) as image:
+            image.load()
+            assert image.size >= least and len(set(image.convert("L").tobytes())) > 20
+
+
+def test_collapsed_captions_are_said(tmp_path, pictures, capsys):
+    folder = write_folder(tmp_path / "data", pictures[:9], dev=4, captions=[["a ring"]] * 9)
+    train(config(folder, tmp_path / "run", max_steps=40, learning_rate=1e-2))
+    shown = capsys.readouterr()
+    assert "hardly any caption tells pictures apart: 25.0% different texts" in shown.out + shown.err
 
 
 def test_kept_features_serve_other_runs(tmp_path, folder, monkeypatch):

@@ -19,7 +19,7 @@ from vlattn.config import CaptionerConfig
 from vlattn.data.dataset import CaptionDataset
 from vlattn.data.layouts import read_records
 from vlattn.data.records import DataError
-from vlattn.evaluation import score_captions, write_captions
+from vlattn.evaluation import Habits, score_captions, write_captions, write_results
 from vlattn.files import write_aside
 from vlattn.images import ImageError
 from vlattn.training import TrainConfig, train
@@ -72,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--caption-column", help="column of a table that holds the caption")
     command.add_argument("--split", default="test")
     command.add_argument("--json", dest="report", metavar="FILE", help="write the scores to a file")
+    command.add_argument(
+        "--out", metavar="DIR", help="write captions.json (COCO's result format) and scores.json"
+    )
     _add_generation(command)
 
     command = commands.add_parser("caption", help="caption pictures")
@@ -179,6 +182,7 @@ def _evaluate(
     caption_column: str | None,
     split: str,
     report: str | None,
+    out: str | None,
     **generation: Any,
 ) -> None:
     captioner = Captioner.from_pretrained(model)
@@ -196,6 +200,9 @@ def _evaluate(
         raise DataError(f"none of the pictures of split {split!r} could be read")
     scores = score_captions(written, chosen)
     print(f"{split}, {len(written):,} images: {scores}")
+    print(Habits.of(written))
+    if out:
+        write_results(Path(out), written, scores)
     if report:
         _write_report(Path(report), scores, written)
 

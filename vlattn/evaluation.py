@@ -1,6 +1,11 @@
 """The captions that a captioner writes about a data set, and their scores."""
 
-from collections.abc import Iterator, Sequence
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -10,6 +15,12 @@ from vlattn import metrics
 from vlattn.captioner import Captioner
 from vlattn.data.dataset import Batch, CaptionDataset, collate
 from vlattn.data.records import Record
+from vlattn.files import write_aside
+
+NEVER_LAST = frozenset(
+    "a an the of in on at to for by from with into onto over and or but is are was were be being "
+    "his her its their while as through behind near beside between under".split()
+)
 
 
 @torch.inference_mode()
@@ -45,6 +56,58 @@ def score_captions(written: dict[str, str], records: Sequence[Record]) -> metric
     """Score captions, as `write_captions` gives them, against those of the records."""
     references = {r.name: list(r.captions) for r in records if r.name in written}
     return metrics.score(written, references)
+
+
+class Habits(NamedTuple):
+    """What scores do not show about captions.
+
+    Args:
+        different: share of the captions that are different texts.
+        commonest: the text that most pictures got.
+        its_share: how many of them.
+        cut_short: share that ends in a word that cannot end a sentence, such as "a" or "with".
+    """
+
+    different: float
+    commonest: str
+    its_share: float
+    cut_short: float
+
+    @classmethod
+    def of(cls, written: Mapping[str, str]) -> "Habits":
+        texts = Counter(written.values())
+        ((commonest, count),) = texts.most_common(1)
+        last = [(metrics.tokenize(text) or [""])[-1] for text in written.values()]
+        return cls(
+            len(texts) / len(written),
+            commonest,
+            count / len(written),
+            sum(word in NEVER_LAST for word in last) / len(written),
+        )
+
+    @property
+    def is_collapsed(self) -> bool:
+        """Whether most pictures got the same text."""
+        return self.its_share > 0.5 and self.different < 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.different:.1%} different texts, {self.its_share:.1%} "
+            f"{self.commonest!r}, {self.cut_short:.1%} end in a function word"
+        )
+
+
+def write_results(folder: Path, written: Mapping[str, str], scores: metrics.Scores) -> None:
+    """`captions.json` in COCO's result format, and `scores.json` with those of each picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    results = [{"image_id": name, "caption": text} for name, text in written.items()]
+    per_image = {
+        name: {key: None if math.isnan(value) else value for key, value in values.items()}
+        for name, values in scores.per_image.items()
+    }
+    for name, content in (("captions.json", results), ("scores.json", per_image)):
+        with write_aside(folder / name) as path:
+            path.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def _batches(

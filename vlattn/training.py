@@ -25,10 +25,11 @@ from vlattn.config import CaptionerConfig, option
 from vlattn.data.dataset import Batch, CaptionDataset, collate, epoch_batches
 from vlattn.data.layouts import read_records
 from vlattn.data.records import DataError, Record
-from vlattn.evaluation import score_captions, write_captions
+from vlattn.evaluation import Habits, score_captions, write_captions
 from vlattn.features import encode_pictures
 from vlattn.images import VIEWS
 from vlattn.run_folder import Progress, RunFolder
+from vlattn.run_report import draw_captions, draw_curves
 from vlattn.self_critical import SelfCritical
 from vlattn.steps import self_critical_step, teacher_step
 from vlattn.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ class TrainConfig:
     """What to train, on what, and how; each setting is a flag of `vlattn train` too.
 
     A run folder `out` holds the best model by its dev score, `train.json` with these settings,
-    `checkpoints/` to continue from, and `tensorboard/`.
+    `checkpoints/` to continue from, `tensorboard/`, and at the end `curves.png` and `captions.png`.
     """
 
     data: str = option("", "data set: a folder, a table, or 'scenes'")
@@ -258,7 +259,10 @@ def train(config: TrainConfig) -> Captioner:
             if progress.step % config.checkpoint_every == 0 or last:
                 run.save(accelerator, progress)
     shutil.rmtree(out / "features", ignore_errors=True)
-    return Captioner.from_pretrained(out)
+    best = Captioner.from_pretrained(out)
+    draw_curves(out)
+    draw_captions(out, best, dev_records or train_records)
+    return best
 
 
 def _precision(wanted: str) -> str:
@@ -379,8 +383,10 @@ def _evaluate(captioner: Captioner, dev: CaptionDataset, board: SummaryWriter, s
     written = write_captions(captioner.eval(), dev, num_beams=1)
     if not written:
         return 0.0
-    scores = score_captions(written, dev.records)
+    scores, habits = score_captions(written, dev.records), Habits.of(written)
     tqdm.write(f"step {step}: dev {scores}")
+    if habits.is_collapsed:
+        tqdm.write(f"WARNING, hardly any caption tells pictures apart: {habits}")
     board.add_scalar("dev/cider", scores.cider, step)
     board.add_scalar("dev/bleu_4", scores.bleu[3], step)
     return scores.bleu[3] if math.isnan(scores.cider) else scores.cider
