@@ -199,7 +199,7 @@ def train(config: TrainConfig) -> Captioner:
     teacher_steps = config.max_steps or config.epochs * steps_per_epoch
     total_steps = teacher_steps + config.scst_steps
     critic = SelfCritical(data, num_samples=config.scst_samples) if config.scst_steps else None
-    board = SummaryWriter(str(out / "tensorboard"), purge_step=progress.step)
+    board = SummaryWriter(str(out / "tensorboard"), purge_step=progress.step + 1)
     bar = tqdm(total=total_steps, initial=progress.step, desc="training", unit="step")
     with board, bar:
         for window in _windows(data, usable, config, steps_per_epoch, progress.step):
