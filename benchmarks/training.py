@@ -1,0 +1,156 @@
+"""Times a training step against the same step written plainly with PyTorch's own decoder.
+
+    python benchmarks/training.py [--profile]
+
+The plain step repeats the memory for each caption, pads every caption to the longest, and uses
+`nn.TransformerDecoder`; sizes, dropout, loss and optimiser are the same. Captions are random, as
+long as those of Flickr8k (12 words, give or take 4); the encoder is frozen, and both read kept
+features, or both run it.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.profiler import profile
+
+from vlattn import Captioner, CaptionerConfig, Tokenizer
+from vlattn.data.dataset import Batch, pack
+from vlattn.steps import teacher_step
+
+ENCODER = "timm:tf_efficientnet_lite0"
+WORDS = 2500
+
+
+class Plain(nn.Module):
+    """What one writes first: a row for each caption, PyTorch's decoder, logits for the padding."""
+
+    def __init__(self, captioner: Captioner):
+        super().__init__()
+        config, vocab_size = captioner.config, captioner.tokenizer.vocab_size
+        self.encoder = captioner.encoder
+        self.memory_proj = nn.Linear(self.encoder.dim, config.dim)
+        self.embed = nn.Embedding(vocab_size, config.dim)
+        self.positions = nn.Parameter(0.02 * torch.randn(config.max_len, config.dim))
+        layer = nn.TransformerDecoderLayer(
+            config.dim,
+            config.num_heads,
+            int(config.mlp_ratio * config.dim),
+            config.dropout,
+            "gelu",
+            batch_first=True,
+            norm_first=True,
+        )
+        self.decoder = nn.TransformerDecoder(layer, config.depth, nn.LayerNorm(config.dim))
+
+    def forward(self, images: Tensor, tokens: Tensor) -> Tensor:
+        """Images (B, ...), tokens (B * C, T) -> logits (B * C, T, V)."""
+        features = images if images.dim() == 3 else self.encoder(images).tokens
+        memory = self.memory_proj(features).repeat_interleave(len(tokens) // len(images), dim=0)
+        x = self.embed(tokens) + self.positions[: tokens.size(1)]
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1))
+        x = self.decoder(x, memory, mask.to(x.device), tgt_is_causal=True)
+        return x @ self.embed.weight.T
+
+
+def plain_step(model: Plain, optimizer, images: Tensor, captions: list[list[int]]) -> None:
+    rows = nn.utils.rnn.pad_sequence([torch.tensor(c) for c in captions], True, -1)
+    rows = rows.to(images.device)
+    logits = model(images, rows[:, :-1].clamp(min=0))
+    F.cross_entropy(
+        logits.flatten(0, 1), rows[:, 1:].flatten(), ignore_index=-1, label_smoothing=0.1
+    ).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def random_captions(pictures: int, each: int) -> list[list[list[int]]]:
+    lengths = torch.randn(pictures, each).mul(4).add(12).clamp(5, 30).int().tolist()
+    return [[[1, *torch.randint(4, WORDS, (n,)).tolist(), 2] for n in sizes] for sizes in lengths]
+
+
+def measure(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    runs = {name: [] for name in calls}
+    for turn in range(repeats + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn:  # the first is the warm-up
+                runs[name].append(time.perf_counter() - start)
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pictures", type=int, default=16, help="of a batch")
+    parser.add_argument("--captions", type=int, default=5, help="of a picture")
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--precision", choices=("no", "bf16"), default="no", help="of our step")
+    parser.add_argument("--profile", action="store_true", help="show where our step's time goes")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    words = (f"w{i}" for i in range(WORDS - 4))
+    tokenizer = Tokenizer.train(words, kind="word", vocab_size=WORDS, min_frequency=1)
+    config = CaptionerConfig(encoder=ENCODER, dim=args.dim, depth=args.depth, dropout=0.2)
+    accelerator = Accelerator(mixed_precision=args.precision)
+    captioner = Captioner(config, tokenizer).to(accelerator.device)
+    plain = Plain(captioner).to(accelerator.device).train()
+    captions = random_captions(args.pictures, args.captions)
+    packed, targets = pack(captions)
+    pixels = torch.randn(args.pictures, 3, 224, 224, device=accelerator.device)
+    with torch.no_grad():
+        kept = captioner.encode(pixels).tokens
+    optimizers = {
+        model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-4)
+        for model in (captioner, plain)
+    }
+    ours = accelerator.prepare(captioner)
+
+    def our_step(images: Tensor) -> None:
+        batch = Batch(tuple(range(len(images))), images, packed, targets, None, ())
+        teacher_step(
+            accelerator,
+            ours,
+            optimizers[captioner],
+            [batch],
+            label_smoothing=0.1,
+            attention_supervision=0.0,
+            clip_norm=1.0,
+        )
+
+    flat = [caption for texts in captions for caption in texts]
+    calls = {}
+    for name, images in (("features kept", kept), ("encoder run", pixels)):
+        calls[f"plain, {name}"] = lambda x=images: plain_step(plain, optimizers[plain], x, flat)
+        calls[f"ours, {name}"] = lambda x=images: our_step(x)
+    where = platform.processor() or accelerator.device.type
+    print(f"torch {torch.__version__}, {where}, {torch.get_num_threads()} threads")
+    print(f"{args.pictures} pictures of {args.captions} captions, {len(targets)} targets")
+    runs = measure(calls, args.repeats)
+    for name, times in runs.items():
+        low, middle, high = statistics.quantiles(times, n=4)
+        speed = len(flat) / middle
+        print(f"{name:22}{1e3 * middle:9.1f} ms ({1e3 * low:.1f} to {1e3 * high:.1f})", end="")
+        print(f"{speed:8.0f} captions/s", end="")
+        twin = runs[name.replace("ours", "plain")]
+        print(f"   {statistics.median(twin) / middle:.2f}x")
+    if args.profile:
+        with profile() as seen:
+            for _ in range(5):
+                our_step(kept)
+        print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=12))
+
+
+if __name__ == "__main__":
+    main()
