@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from vlattn.data import layouts
-from vlattn.data.layouts import LAYOUTS, read_records
+from vlattn.data.layouts import read_records
+from vlattn.data.readers import LAYOUTS
 from vlattn.data.records import DataError, Record, Report
 
 FLICKR8K = Path(__file__).parents[1] / "../shared/data/flickr8k"
@@ -90,6 +91,90 @@ def test_all_of_flickr8k_is_read_in_seconds():
     assert len(report.skipped) == 91
     assert {reason for _, reason in report.skipped} == {"in no split"}
     assert len({record.name for record in records}) == len(records) == 8000
+
+
+# Karpathy's splits, and COCO
+
+
+def karpathy_row(name: str, split: str, *texts, **more) -> dict:
+    return {"filename": name, "split": split, "sentences": [{"raw": t} for t in texts], **more}
+
+
+@pytest.mark.parametrize("given", ["folder", "file"])
+def test_karpathys_file_has_all_splits(tmp_path, given):
+    """Pictures of two folders have one name; restval was lost."""
+    for name in ("a.jpg", "b.jpg", "val2014/c.jpg", "train2014/c.jpg"):
+        picture(tmp_path / name)
+    rows = [
+        karpathy_row("a.jpg", "train", "one ring", "a ring"),
+        karpathy_row("b.jpg", "restval", "two rings"),
+        karpathy_row("c.jpg", "val", "three rings", filepath="val2014"),
+        karpathy_row("c.jpg", "test", "four rings", filepath="train2014"),
+        karpathy_row("gone.jpg", "test", "no ring"),
+        karpathy_row("a.jpg", "train", None),
+        {"split": "train"},
+    ]
+    file = tmp_path / "dataset_flickr8k.json"
+    file.write_text(json.dumps({"images": rows, "dataset": "flickr8k"}))
+    records, report = read_records(tmp_path if given == "folder" else file)
+    assert captions(records) == {
+        "a.jpg": ("one ring", "a ring"),
+        "b.jpg": ("two rings",),
+        "val2014/c.jpg": ("three rings",),
+        "train2014/c.jpg": ("four rings",),
+    }
+    assert [record.split for record in records] == ["train", "train", "dev", "test"]
+    assert "layout karpathy" in report.source
+    assert report.source.endswith("; restval counts as train, 1 images")
+    assert set(report.skipped) == {
+        ("a.jpg", "empty caption"),
+        ("gone.jpg", "no such file"),
+        ("dataset_flickr8k.json image 7", "no filename or sentences"),
+    }
+
+
+def test_coco_has_a_file_for_each_split(tmp_path):
+    images = {"train": [(1, "one.jpg"), (2, "two.jpg")], "val": [(7, "seven.jpg"), (8, "gone.jpg")]}
+    annotations = {
+        "train": [(1, "a ring"), (2, "two rings"), (1, "one ring")],
+        "val": [(7, "seven rings"), (8, "no ring"), (9, "of no picture")],
+    }
+    for split, pictures in images.items():
+        for _, name in pictures:
+            if name != "gone.jpg":
+                picture(tmp_path / f"{split}2017" / name)
+        content = {
+            "images": [{"id": i, "file_name": name} for i, name in pictures],
+            "annotations": [{"image_id": i, "caption": c} for i, c in annotations[split]],
+        }
+        content["images"] += [{"id": 5}, {"id": 6, "file_name": f"{split}.jpg"}]
+        file = tmp_path / "annotations" / f"captions_{split}2017.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(content))
+    records, report = read_records(tmp_path)
+    assert captions(records) == {
+        "one.jpg": ("a ring", "one ring"),
+        "two.jpg": ("two rings",),
+        "seven.jpg": ("seven rings",),
+    }
+    assert names(records, "train") == {"one.jpg", "two.jpg"}
+    assert names(records, "dev") == {"seven.jpg"}
+    assert set(report.skipped) == {
+        ("gone.jpg", "no such file"),
+        *(("captions_" + split + "2017.json image 3", "names no picture") for split in images),
+        *((f"{split}.jpg", "without a caption") for split in images),
+    }
+
+
+@pytest.mark.parametrize("layout", ["karpathy", "coco"])
+@pytest.mark.parametrize("content", ["[", "[]", "{}", '{"images": 5, "annotations": 5}'])
+def test_json_that_is_no_data_set_is_one_line(tmp_path, layout, content):
+    name = "dataset_a.json" if layout == "karpathy" else "captions_train.json"
+    (tmp_path / name).write_text(content)
+    with pytest.raises(
+        DataError, match=rf"{name}' must be JSON with a list '(images|annotations)'"
+    ):
+        read_records(tmp_path, layout)
 
 
 # Tables
@@ -414,7 +499,7 @@ def test_errors_say_what_was_looked_for(tmp_path):
     with pytest.raises(DataError, match=r"layout must be one of auto, scenes, flickr8k, .*'foo'"):
         read_records(tmp_path, "foo")
     with pytest.raises(
-        DataError, match=r"no captions found in .*: no Flickr8k\.token\.txt; no met"
+        DataError, match=r"no captions found in .*: no Flickr8k\.token\.txt; no dataset"
     ):
         read_records(tmp_path)
     picture(tmp_path / "a.jpg")
