@@ -1,11 +1,9 @@
 """Training: it learns, it resumes exactly, and it says what is wrong."""
 
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
-import time
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -39,6 +37,13 @@ SMALL = CaptionerConfig(
 @pytest.fixture(scope="session")
 def pictures():
     return scenes("dev", size=32, count=14)
+
+
+@pytest.fixture(autouse=True)
+def no_drawing(request, monkeypatch):
+    if "look_at" not in request.node.name:
+        monkeypatch.setattr(training, "draw_curves", nothing)
+        monkeypatch.setattr(training, "draw_captions", nothing)
 
 
 @pytest.fixture
@@ -126,30 +131,43 @@ def test_stopped_and_resumed_equals_straight(tmp_path, folder, monkeypatch, stop
     assert same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
 
 
-def test_kill_leaves_a_run_that_resumes_to_the_same_model(tmp_path, folder):
-    settings = {"max_steps": 40, "checkpoint_every": 1}
+def test_fifty_kills_at_any_moment_leave_a_run_that_goes_on_to_the_same_model(tmp_path, folder):
+    """In an epoch, in a window of two batches, while a checkpoint or a model is written."""
+    settings = {
+        "accumulation": 2,
+        "epochs": 40,
+        "scst_steps": 9,
+        "checkpoint_every": 2,
+        "eval_every": 5,
+    }
     train(config(folder, tmp_path / "straight", **settings))
-    out = tmp_path / "killed"
-    train_config = config(folder, out, **settings, resume="auto")
-    code = (
-        "from vlattn.training import *\nfrom vlattn.config import CaptionerConfig\n"
-        f"train({train_config!r})"
-    )
-    for _ in range(3):
-        before = latest_step(out)
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
-        )
-        while latest_step(out) < before + 4 and process.poll() is None:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert 0 < latest_step(out) < 40
+    killed = config(folder, tmp_path / "killed", **settings, resume="auto")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vlattn.training", "torch._dynamo"])  # imports take seconds
+    moment = random.Random(0)
+    threads = torch.get_num_threads()
+    for _ in range(50):
+        process = context.Process(target=train_quietly, args=(killed, threads))
+        process.start()
+        process.join(moment.uniform(0, 1))
+        process.kill()
+        process.join()
+    assert latest_step(tmp_path / "killed") > 0
+    train(killed)
+    assert same(weights(tmp_path / "straight"), weights(tmp_path / "killed"))
+
+
+def train_quietly(train_config, threads):
+    torch.set_num_threads(threads)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    training.draw_curves = training.draw_captions = nothing
     train(train_config)
-    assert same(weights(tmp_path / "straight"), weights(out))
+
+
+def nothing(*_):
+    """In place of pictures that a test does not look at."""
 
 
 def latest_step(out):
