@@ -68,13 +68,18 @@ class RunFolder:
         """A checkpoint: written aside, then renamed; the one before it stays, in case it breaks."""
         folder = self.path / "checkpoints"
         aside, final = folder / ".writing", folder / f"step-{progress.step}"
-        shutil.rmtree(aside, ignore_errors=True)
+        if accelerator.is_main_process:
+            shutil.rmtree(aside, ignore_errors=True)
+        accelerator.wait_for_everyone()
         accelerator.save_state(str(aside))
-        (aside / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
-        aside.rename(final)
-        for old in self.checkpoints()[2:]:
-            shutil.rmtree(old, ignore_errors=True)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            text = json.dumps(asdict(progress))
+            (aside / "progress.json").write_text(text, encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)
+            aside.rename(final)
+            for old in self.checkpoints()[2:]:
+                shutil.rmtree(old, ignore_errors=True)
 
     def checkpoints(self) -> list[Path]:
         """The newest first."""

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from vlattn.data.dataset import Batch
 from vlattn.self_critical import SelfCritical, policy_loss
@@ -22,9 +23,12 @@ def teacher_step(
     attention_supervision: float,
     clip_norm: float,
 ) -> float:
-    """Learn the written captions; returns the mean loss over the real targets of the window."""
+    """Learn the written captions; returns the mean loss over the real targets of the window.
+
+    The window is that of all processes together, of which each has its share.
+    """
     model.train()
-    num_targets = max(1, sum(batch.targets.numel() for batch in window))
+    num_targets = max(1, _sum(accelerator, sum(batch.targets.numel() for batch in window)))
     total = 0.0
     for batch in window:
         if batch.targets.numel() == 0:
@@ -39,7 +43,7 @@ def teacher_step(
             loss = loss + attention_supervision * drawn
         accelerator.backward(loss)
     _update(accelerator, model, optimizer, clip_norm)
-    return total
+    return _sum(accelerator, total)
 
 
 def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
@@ -80,14 +84,22 @@ def self_critical_step(
         for batch in window
         if batch.indices
     ]
-    num_targets = max(1, sum(batch.targets.numel() for batch, _, _ in drawn))
+    num_targets = max(1, _sum(accelerator, sum(batch.targets.numel() for batch, _, _ in drawn)))
     for batch, advantages, _ in drawn:
         batch = batch.to(accelerator.device)
         logits, _ = model(batch.images, batch.packed)
         loss = policy_loss(logits, batch.targets, advantages.to(accelerator.device)) / num_targets
         accelerator.backward(loss)
     _update(accelerator, model, optimizer, clip_norm)
-    return sum(reward for *_, reward in drawn) / max(1, len(drawn))
+    rewards = _sum(accelerator, sum(reward for *_, reward in drawn))
+    return rewards / max(1, _sum(accelerator, len(drawn)))
+
+
+def _sum(accelerator: Accelerator, value: float) -> float:
+    """A number of this process added to those of the others."""
+    if accelerator.num_processes == 1:
+        return value
+    return accelerator.reduce(torch.tensor(float(value), device=accelerator.device)).item()
 
 
 def _update(
@@ -96,6 +108,12 @@ def _update(
     optimizer: torch.optim.Optimizer,
     clip_norm: float,
 ) -> None:
+    if accelerator.num_processes > 1:
+        learned = [p for p in model.parameters() if p.requires_grad]
+        for p in learned:  # a process without a picture has none
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        joined = accelerator.reduce(parameters_to_vector([p.grad for p in learned]))
+        vector_to_parameters(joined, [p.grad for p in learned])
     accelerator.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
     optimizer.zero_grad()

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
@@ -139,7 +139,8 @@ class TrainConfig:
 def train(config: TrainConfig) -> Captioner:
     """Train a captioner, and leave the best one by its dev score in `config.out`.
 
-    Killed at any moment, the same call with `resume="auto"` ends as if it had not been.
+    Killed at any moment, the same call with `resume="auto"` ends as if it had not been. Under
+    `accelerate launch` the processes share the pictures of each batch.
 
     Raises:
         ValueError: the data or a setting is of no use; the message says which and why.
@@ -149,48 +150,18 @@ def train(config: TrainConfig) -> Captioner:
     resuming = run.open(resume=config.resume == "auto")
     accelerator = Accelerator(mixed_precision=_precision(config.precision))
     set_seed(config.seed)
-
-    records, report = read_records(
-        config.data,
-        config.layout,
-        image_column=config.image_column,
-        caption_column=config.caption_column,
-    )
-    print(report, flush=True)
-    train_records = [r for r in records if r.split == "train"]
-    dev_records = [r for r in records if r.split == "dev"]
-    if not train_records:
-        raise DataError(f"{config.data} has no pictures to train on")
-    captioner = _build(config, out, train_records, resuming)
-    if not resuming:
-        run.start(captioner.tokenizer)
-
-    grid_size = captioner.encoder.grid_size if config.attention_supervision else None
-    data = _dataset(config, captioner, train_records, views=config.views, grid_size=grid_size)
-    dev = _dataset(config, captioner, dev_records)
-    if data.truncated:
-        limit = captioner.config.max_len
-        print(f"cut {data.truncated:,} captions at max_len={limit} tokens", flush=True)
-    if getattr(captioner.encoder, "frozen", False):
-        captioner.to(accelerator.device)
-        folder = config.cache_features or out / "features"
-        for dataset, name in ((data, "train"), (dev, "dev")):
-            dataset.features = encode_pictures(
-                captioner, dataset, folder, title=f"encoding {name}", num_workers=config.num_workers
-            )
+    train_records, dev_records = _read(config, accelerator)
+    with accelerator.main_process_first():
+        captioner = _build(config, out, train_records, resuming)
+        if accelerator.is_main_process and not resuming:
+            run.start(captioner.tokenizer)
+    data, dev = _data_sets(config, accelerator, captioner, train_records, dev_records)
     usable = _usable(data)
 
-    learned = [p for p in captioner.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in learned if p.dim() > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in learned if p.dim() <= 1], "weight_decay": 0.0},
-        ],
-        lr=config.learning_rate,
-        betas=(0.9, 0.98),
-        fused=True,
-    )
-    model, optimizer = accelerator.prepare(captioner, optimizer)
+    set_seed(config.seed, device_specific=True)  # the same weights, but other dropout
+    # Gradients are summed in `steps.py`: a process may be without a picture.
+    model = accelerator.prepare_model(captioner, evaluation_mode=True)
+    optimizer = accelerator.prepare_optimizer(_optimizer(config, captioner))
     averaged = AveragedModel(captioner, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
     accelerator.register_for_checkpointing(averaged)
     progress = run.restore(accelerator) if resuming else Progress()
@@ -199,74 +170,125 @@ def train(config: TrainConfig) -> Captioner:
     teacher_steps = config.max_steps or config.epochs * steps_per_epoch
     total_steps = teacher_steps + config.scst_steps
     critic = SelfCritical(data, num_samples=config.scst_samples) if config.scst_steps else None
-    board = SummaryWriter(str(out / "tensorboard"), purge_step=progress.step + 1)
-    bar = tqdm(total=total_steps, initial=progress.step, desc="training", unit="step")
-    with board, bar:
-        for window in _windows(data, usable, config, steps_per_epoch, progress.step):
-            if progress.step >= total_steps:
-                break
-            started = time.perf_counter()
-            if progress.step < teacher_steps:
-                title = "loss"
-                rate = _schedule(progress.step, teacher_steps, config.warmup_steps)
-                rate *= config.learning_rate
-                _set_rate(optimizer, rate)
-                value = teacher_step(
-                    accelerator,
-                    model,
-                    optimizer,
-                    window,
-                    label_smoothing=config.label_smoothing,
-                    attention_supervision=config.attention_supervision,
-                    clip_norm=config.clip_norm,
-                )
-                if not math.isfinite(value):
-                    raise ValueError(
-                        f"step {progress.step + 1}: the loss became {value}: lower "
-                        f"learning_rate={config.learning_rate}; the last checkpoint and the best "
-                        "model are kept"
-                    )
-            else:
-                title, rate = "reward", config.scst_rate
-                if progress.step == teacher_steps:  # go on from the averaged weights
-                    captioner.load_state_dict(averaged.module.state_dict())
-                averaged.multi_avg_fn = get_ema_multi_avg_fn(SCST_DECAY)
-                seed = torch.Generator().manual_seed(config.seed * 1_000_003 + progress.step)
-                _set_rate(optimizer, rate)
-                value = self_critical_step(
-                    accelerator, model, optimizer, window, critic, seed, clip_norm=config.clip_norm
-                )
-            averaged.update_parameters(captioner)
-            progress.step += 1
-
-            board.add_scalar(f"train/{title}", value, progress.step)
-            board.add_scalar("train/learning_rate", rate, progress.step)
-            captions = sum(int(batch.packed.segments.amax(1).sum()) for batch in window)
-            speed = captions / (time.perf_counter() - started)
-            bar.set_postfix_str(
-                f"{title} {value:.3f}, rate {rate:.1e}, {speed:.0f} captions/s", refresh=False
+    windows = _windows(data, usable, config, accelerator, steps_per_epoch, progress.step)
+    log = _Log(out, accelerator, progress.step, total_steps)
+    while progress.step < total_steps:
+        window = next(windows)
+        started = time.perf_counter()
+        if progress.step < teacher_steps:
+            title = "loss"
+            rate = _schedule(progress.step, teacher_steps, config.warmup_steps)
+            rate *= config.learning_rate
+            _set_rate(optimizer, rate)
+            value = teacher_step(
+                accelerator,
+                model,
+                optimizer,
+                window,
+                label_smoothing=config.label_smoothing,
+                attention_supervision=config.attention_supervision,
+                clip_norm=config.clip_norm,
             )
-            bar.update()
-            for reason in (reason for batch in window for reason in batch.skipped):
-                bar.write(f"skipped: {reason}")
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"step {progress.step + 1}: the loss became {value}: lower "
+                    f"learning_rate={config.learning_rate}; the last checkpoint and the best "
+                    "model are kept"
+                )
+        else:
+            title, rate = "reward", config.scst_rate
+            if progress.step == teacher_steps:  # go on from the averaged weights
+                captioner.load_state_dict(averaged.module.state_dict())
+            averaged.multi_avg_fn = get_ema_multi_avg_fn(SCST_DECAY)
+            seed = torch.Generator().manual_seed(config.seed * 1_000_003 + progress.step)
+            _set_rate(optimizer, rate)
+            value = self_critical_step(
+                accelerator, model, optimizer, window, critic, seed, clip_norm=config.clip_norm
+            )
+        averaged.update_parameters(captioner)
+        progress.step += 1
+        log.step(progress.step, title, value, rate, window, time.perf_counter() - started)
 
-            last = progress.step == total_steps
-            if last or _is_time_to_evaluate(progress.step, teacher_steps, steps_per_epoch, config):
-                score = _evaluate(averaged.module, dev, board, progress.step)
-                if score >= progress.best:
-                    progress.best = score
+        last = progress.step == total_steps
+        if last or _is_time_to_evaluate(progress.step, teacher_steps, steps_per_epoch, config):
+            score = _evaluate(averaged.module, dev, dev_records, log, progress.step)
+            if score >= progress.best:
+                progress.best = score
+                if accelerator.is_main_process:
                     averaged.module.save_pretrained(out)
-            if progress.step % config.checkpoint_every == 0 or last:
-                run.save(accelerator, progress)
-    shutil.rmtree(out / "features", ignore_errors=True)
+        if progress.step % config.checkpoint_every == 0 or last:
+            run.save(accelerator, progress)
+    log.close()
+    accelerator.wait_for_everyone()
     best = Captioner.from_pretrained(out)
-    draw_curves(out)
-    draw_captions(out, best, dev_records or train_records)
+    if accelerator.is_main_process:
+        shutil.rmtree(out / "features", ignore_errors=True)
+        draw_curves(out)
+        draw_captions(out, best, dev_records or train_records)
     return best
 
 
+class _Log:
+    """The progress bar and TensorBoard, of the first process alone."""
+
+    def __init__(self, out: Path, accelerator: Accelerator, step: int, total_steps: int):
+        quiet = not accelerator.is_main_process
+        self.bar = tqdm(
+            total=total_steps, initial=step, desc="training", unit="step", disable=quiet
+        )
+        folder = str(out / "tensorboard")
+        self.board = None if quiet else SummaryWriter(folder, purge_step=step + 1)
+
+    def step(
+        self, step: int, title: str, value: float, rate: float, window: list[Batch], seconds: float
+    ) -> None:
+        captions = sum(int(batch.packed.segments.amax(1).sum()) for batch in window)
+        self.bar.set_postfix_str(
+            f"{title} {value:.3f}, rate {rate:.1e}, {captions / seconds:.0f} captions/s",
+            refresh=False,
+        )
+        self.bar.update()
+        self.add(step, {f"train/{title}": value, "train/learning_rate": rate})
+        for reason in (reason for batch in window for reason in batch.skipped):
+            tqdm.write(f"skipped: {reason}")
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items() if self.board else ():
+            self.board.add_scalar(name, value, step)
+
+    def write(self, text: str) -> None:
+        if self.board:
+            tqdm.write(text)
+
+    def close(self) -> None:
+        self.bar.close()
+        if self.board:
+            self.board.close()
+
+
+def _read(config: TrainConfig, accelerator: Accelerator) -> tuple[list[Record], list[Record]]:
+    """The records to train on, and those of the dev split; says what was read."""
+    records, report = read_records(
+        config.data,
+        config.layout,
+        image_column=config.image_column,
+        caption_column=config.caption_column,
+    )
+    accelerator.print(report, flush=True)
+    train_records, dev_records = ([r for r in records if r.split == s] for s in ("train", "dev"))
+    if not train_records:
+        raise DataError(f"{config.data} has no pictures to train on")
+    return train_records, dev_records
+
+
 def _precision(wanted: str) -> str:
-    """The `mixed_precision` of accelerate; "auto" measures whether bfloat16 is faster here."""
+    """The `mixed_precision` of accelerate, the same in every process."""
+    PartialState()  # lets the processes talk
+    return broadcast_object_list([_fastest_precision(wanted)])[0]
+
+
+def _fastest_precision(wanted: str) -> str:
+    """ "auto" measures whether bfloat16 is faster here."""
     if wanted != "auto":
         return "no" if wanted == "fp32" else wanted
     if torch.cuda.is_available():
@@ -301,11 +323,40 @@ def _build(config: TrainConfig, out: Path, records: list[Record], resuming: bool
     return captioner
 
 
-def _dataset(
+def _data_sets(
     config: TrainConfig,
+    accelerator: Accelerator,
     captioner: Captioner,
-    records: list[Record],
-    **options: Any,
+    train_records: list[Record],
+    dev_records: list[Record],
+) -> tuple[CaptionDataset, CaptionDataset]:
+    """What to train on, and this process's share of the dev split."""
+    rank, count = accelerator.process_index, accelerator.num_processes
+    grid_size = captioner.encoder.grid_size if config.attention_supervision else None
+    options = {"views": config.views, "grid_size": grid_size}
+    data = _dataset(config, captioner, train_records, **options)
+    dev = _dataset(config, captioner, dev_records[rank::count])
+    if data.truncated:
+        limit = captioner.config.max_len
+        accelerator.print(f"cut {data.truncated:,} captions at max_len={limit} tokens", flush=True)
+    texts = [text for record in train_records for text in record.captions]
+    if unknown := captioner.tokenizer.unknown_rate(texts):
+        accelerator.print(f"{unknown:.2%} of the words are not in the vocabulary", flush=True)
+    if getattr(captioner.encoder, "frozen", False):
+        captioner.to(accelerator.device)
+        folder = config.cache_features or Path(config.out) / "features"
+        share = _dataset(config, captioner, train_records[rank::count], **options)
+        for dataset, name in ((share, "train"), (dev, "dev")):
+            dataset.features = encode_pictures(
+                captioner, dataset, folder, title=f"encoding {name}", num_workers=config.num_workers
+            )
+        accelerator.wait_for_everyone()
+        data.features = share.features if count == 1 else encode_pictures(captioner, data, folder)
+    return data, dev
+
+
+def _dataset(
+    config: TrainConfig, captioner: Captioner, records: list[Record], **options: Any
 ) -> CaptionDataset:
     return CaptionDataset(
         records,
@@ -314,6 +365,19 @@ def _dataset(
         max_len=captioner.config.max_len,
         captions_per_image=config.captions_per_image,
         **options,
+    )
+
+
+def _optimizer(config: TrainConfig, captioner: Captioner) -> torch.optim.Optimizer:
+    learned = [p for p in captioner.parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in learned if p.dim() > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in learned if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=config.learning_rate,
+        betas=(0.9, 0.98),
+        fused=True,
     )
 
 
@@ -328,9 +392,15 @@ def _usable(data: CaptionDataset) -> list[int]:
 
 
 def _windows(
-    data: CaptionDataset, usable: list[int], config: TrainConfig, steps_per_epoch: int, step: int
+    data: CaptionDataset,
+    usable: list[int],
+    config: TrainConfig,
+    accelerator: Accelerator,
+    steps_per_epoch: int,
+    step: int,
 ) -> Iterator[list[Batch]]:
-    """The batches of each optimiser step from `step` on, without end."""
+    """This process's share of the batches of each optimiser step from `step` on, without end."""
+    rank, count = accelerator.process_index, accelerator.num_processes
     epoch, done = divmod(step, steps_per_epoch)
     while True:
         turn = data.epoch(epoch)
@@ -343,7 +413,8 @@ def _windows(
             DataLoader(
                 turn,
                 batch_sampler=[
-                    [usable[i] for i in batch] for batch in order[done * config.accumulation :]
+                    [usable[i] for i in batch[rank::count]]
+                    for batch in order[done * config.accumulation :]
                 ],
                 collate_fn=collate,
                 num_workers=config.num_workers,
@@ -376,17 +447,21 @@ def _is_time_to_evaluate(
     return (step - teacher_steps) % SCST_EVAL_STEPS == 0
 
 
-def _evaluate(captioner: Captioner, dev: CaptionDataset, board: SummaryWriter, step: int) -> float:
-    """CIDEr on the dev split, of greedy captions; BLEU-4 where CIDEr is not defined."""
-    if not len(dev):
-        return 0.0
-    written = write_captions(captioner.eval(), dev, num_beams=1)
+def _evaluate(
+    captioner: Captioner, dev: CaptionDataset, records: list[Record], log: _Log, step: int
+) -> float:
+    """CIDEr on the dev split, of greedy captions; BLEU-4 where CIDEr is not defined.
+
+    Args:
+        dev: this process's share of the records.
+    """
+    shares = gather_object([write_captions(captioner.eval(), dev, num_beams=1)])
+    written = {name: text for share in shares for name, text in share.items()}
     if not written:
         return 0.0
-    scores, habits = score_captions(written, dev.records), Habits.of(written)
-    tqdm.write(f"step {step}: dev {scores}")
+    scores, habits = score_captions(written, records), Habits.of(written)
+    log.write(f"step {step}: dev {scores}")
     if habits.is_collapsed:
-        tqdm.write(f"WARNING, hardly any caption tells pictures apart: {habits}")
-    board.add_scalar("dev/cider", scores.cider, step)
-    board.add_scalar("dev/bleu_4", scores.bleu[3], step)
+        log.write(f"WARNING, hardly any caption tells pictures apart: {habits}")
+    log.add(step, {"dev/cider": scores.cider, "dev/bleu_4": scores.bleu[3]})
     return scores.bleu[3] if math.isnan(scores.cider) else scores.cider
