@@ -159,7 +159,8 @@ def test_evaluate_of_perfect_captions(model, dataset, capsys, tmp_path, monkeypa
     """Captions and references of two pictures were mixed up: a perfect captioner scores 1."""
 
     def write(captioner, data, **generation):
-        assert generation == {"num_beams": 3, "max_len": 30, "length_penalty": 1.0}
+        defaults = {"num_beams": 3, "max_len": 30, "length_penalty": 1.0}
+        assert generation == defaults | {"no_repeat_ngram": None}
         return {record.name: record.captions[0] for record in data.records}
 
     monkeypatch.setattr(cli, "write_captions", write)
@@ -275,6 +276,7 @@ def test_a_command_that_is_none(arguments, message, fails):
     [
         (("--num-beams", 0), "num_beams must be at least 1, got 0"),
         (("--max-len", 0), "max_len must be at least 1, got 0"),
+        (("--no-repeat-ngram", 0), "no_repeat_ngram must be at least 1, got 0"),
         (("--length-penalty", -1), "length_penalty must be 0 to 10, got -1.0"),
         (("--length-penalty", 1000), "length_penalty must be 0 to 10, got 1000.0"),
     ],

@@ -10,7 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
-from vlattn.generation import Caption, Word, beam_search, keep_likeliest, sample
+from vlattn.generation import (
+    Caption,
+    Word,
+    beam_search,
+    keep_likeliest,
+    sample,
+    without_repeats,
+)
 from vlattn.images import Preprocess
 
 PAD, BOS, EOS, A, B, C = range(6)
@@ -409,3 +416,53 @@ def test_words_of_a_caption_share_one_colour_scale():
     shown = replace(shown, attention=maps)
     strength = [np.asarray(shown.overlay(i), dtype=float).std() for i in range(2)]
     assert strength[0] < 0.1 * strength[1]
+
+
+# ---- repeats ----
+
+
+def has_repeat(text, size):
+    runs = [tuple(text[i : i + size]) for i in range(len(text) - size + 1)]
+    return len(set(runs)) < len(runs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_run_of_tokens_comes_twice(size):
+    """Captions went on as "a a a" to the end (X22); here without the option they do."""
+
+    def logits(picture, text):
+        return torch.tensor([0.0, 0.0, -4.0, 3.0, 2.0, 1.0]).roll(picture % 2)
+
+    ways = {
+        "greedy": lambda **o: beam_search(Toy(logits, [0, 2]), 2, num_beams=1, **o),
+        "beam": lambda **o: beam_search(Toy(logits, [0, 2]), 2, num_beams=3, num_return=2, **o),
+        "sampled": lambda **o: [
+            sample(Toy(logits, [0] * 9), 9, generator=torch.Generator().manual_seed(0), **o)
+        ],
+    }
+    for way in ways.values():
+        free = [h.tokens for found in way(max_len=20, **COMMON) for h in found]
+        assert any(has_repeat(text, size) for text in free)
+        kept = [h.tokens for f in way(max_len=20, no_repeat_ngram=size, **COMMON) for h in f]
+        assert kept and not any(has_repeat(text, size) for text in kept)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_without_repeats_equals_a_loop(size):
+    texts = torch.randint(3, (5, 8))
+    logprobs = torch.randn(5, 4)
+    expected = logprobs.clone()
+    for row, text in enumerate(texts.tolist()):
+        for token in range(4):
+            longer = [*text, token]
+            new = tuple(longer[-size:])
+            seen = [tuple(text[i : i + size]) for i in range(len(text) - size + 1)]
+            if new in seen:
+                expected[row, token] = -torch.inf
+    assert torch.equal(without_repeats(logprobs, texts, size), expected)
+
+
+def test_repeats_of_no_size_are_refused():
+    for search in (beam_search, sample):
+        with pytest.raises(ValueError, match="no_repeat_ngram must be at least 1, got 0"):
+            search(Toy(random_logits, [0]), 1, max_len=3, no_repeat_ngram=0, **COMMON)

@@ -166,6 +166,7 @@ class Captioner(nn.Module):
         num_beams: int = 3,
         max_len: int = 30,
         length_penalty: float = 1.0,
+        no_repeat_ngram: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -200,6 +201,7 @@ class Captioner(nn.Module):
             "eos_id": tokenizer.eos_id,
             "banned": sorted(control),
             "max_len": min(max_len, self.config.max_len),
+            "no_repeat_ngram": no_repeat_ngram,
         }
         with self._evaluating():
             cache = self.decoder.start(self.memory(features), cache_dtype=cache_dtype)
@@ -229,6 +231,7 @@ class Captioner(nn.Module):
         num_beams: int = 3,
         max_len: int = 30,
         length_penalty: float = 1.0,
+        no_repeat_ngram: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -256,6 +259,7 @@ class Captioner(nn.Module):
                 num_beams=num_beams,
                 max_len=max_len,
                 length_penalty=length_penalty,
+                no_repeat_ngram=no_repeat_ngram,
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,

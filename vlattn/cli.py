@@ -105,6 +105,9 @@ def _add_generation(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--length-penalty", type=float, default=1.0, help="0 favours short captions, more long ones"
     )
+    command.add_argument(
+        "--no-repeat-ngram", type=int, metavar="N", help="no caption has a run of N tokens twice"
+    )
 
 
 def _add_settings(group: Any, config: type) -> None:

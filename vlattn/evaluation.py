@@ -31,20 +31,25 @@ def write_captions(
     num_beams: int = 3,
     max_len: int = 30,
     length_penalty: float = 1.0,
+    no_repeat_ngram: int | None = None,
     num_workers: int = 0,
 ) -> dict[str, str]:
     """The caption of each picture by its record's name; unreadable pictures have none.
 
     Args:
         dataset: what to write about; its captions are not looked at.
-        num_beams, max_len, length_penalty: see `Captioner.generate`.
+        num_beams, max_len, length_penalty, no_repeat_ngram: see `Captioner.generate`.
         num_workers: processes that decode pictures ahead.
     """
     written = {}
     for batch in _batches(dataset, "captions", 100, num_workers):
         features = captioner.features(batch.images.to(captioner.device))
         found = captioner.generate(
-            features, num_beams=num_beams, max_len=max_len, length_penalty=length_penalty
+            features,
+            num_beams=num_beams,
+            max_len=max_len,
+            length_penalty=length_penalty,
+            no_repeat_ngram=no_repeat_ngram,
         )
         for index, (best, *_) in zip(batch.indices, found):
             text = captioner.tokenizer.decode(best.tokens)

@@ -39,6 +39,7 @@ def beam_search(
     max_len: int,
     num_beams: int = 3,
     length_penalty: float = 1.0,
+    no_repeat_ngram: int | None = None,
     num_return: int = 1,
 ) -> list[list[Hypothesis]]:
     """Beam search; one beam is greedy decoding.
@@ -56,6 +57,7 @@ def beam_search(
         max_len: most tokens of a text, its end token counted.
         num_beams: beams per picture, K.
         length_penalty: 0 to 10.
+        no_repeat_ngram: no text has a run of so many tokens twice, as in "a dog and a dog and".
         num_return: texts wanted per picture, at most `num_beams`.
 
     Returns:
@@ -64,6 +66,8 @@ def beam_search(
     """
     _check_at_least("max_len", max_len, 1)
     _check_at_least("num_beams", num_beams, 1)
+    if no_repeat_ngram is not None:
+        _check_at_least("no_repeat_ngram", no_repeat_ngram, 1)
     if not 0 <= length_penalty <= 10:  # a power of the length: more goes past what floats hold
         raise ValueError(f"length_penalty must be 0 to 10, got {length_penalty}")
     if not 1 <= num_return <= num_beams:
@@ -78,6 +82,7 @@ def beam_search(
     for length in range(1, max_len + 1):
         beams = scores.size(1)
         logprobs = _logprobs(step(tokens, rows), banned)
+        logprobs = without_repeats(logprobs, texts.flatten(0, 1), no_repeat_ngram)
         totals = scores[..., None] + logprobs.unflatten(0, scores.shape)
         vocab_size = totals.size(-1)
         totals = totals.flatten(1)  # (B, beams * V)
@@ -126,6 +131,7 @@ def sample(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    no_repeat_ngram: int | None = None,
     generator: torch.Generator | None = None,
 ) -> list[Hypothesis]:
     """Draw one text per picture, token by token.
@@ -141,6 +147,8 @@ def sample(
     the model's own distribution, as that of `beam_search` with its default penalty.
     """
     _check_at_least("max_len", max_len, 1)
+    if no_repeat_ngram is not None:
+        _check_at_least("no_repeat_ngram", no_repeat_ngram, 1)
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
     if top_k is not None:
@@ -156,6 +164,8 @@ def sample(
     lengths = torch.zeros(batch_size)
     while texts.size(1) < max_len and not ended.all():
         logprobs = _logprobs(step(tokens, rows), banned)
+        new = without_repeats(logprobs, texts, no_repeat_ngram)
+        logprobs = torch.where(ended[:, None], logprobs, new)  # what an ended row draws is not read
         if temperature == 0:
             tokens = logprobs.argmax(-1)
         else:
@@ -181,6 +191,19 @@ def _logprobs(logits: Tensor, banned: Tensor) -> Tensor:
     if logprobs.isnan().any():
         raise ValueError("the model's logits are NaN or infinite: so are its weights or its input")
     return logprobs.index_fill(1, banned, -torch.inf)
+
+
+def without_repeats(logprobs: Tensor, texts: Tensor, size: int | None) -> Tensor:
+    """(R, V) with -inf for what would end a run of `size` tokens that texts (R, t) have already."""
+    if size is None or texts.size(1) < size:
+        return logprobs
+    runs = texts.unfold(1, size, 1)  # (R, runs, size)
+    last = texts[:, None, texts.size(1) - size + 1 :]  # (R, 1, size - 1)
+    repeats = (runs[..., :-1] == last).all(-1)  # (R, runs)
+    rows, which = repeats.nonzero(as_tuple=True)
+    logprobs = logprobs.clone()
+    logprobs[rows, runs[rows, which, -1]] = -torch.inf
+    return logprobs
 
 
 def keep_likeliest(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:

@@ -3,6 +3,8 @@
 B pictures, K real tokens of a batch, V vocabulary, N patches.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -42,8 +44,8 @@ def teacher_step(
             drawn = region_loss(weights, batch.regions) / num_targets
             loss = loss + attention_supervision * drawn
         accelerator.backward(loss)
-    _update(accelerator, model, optimizer, clip_norm)
-    return _sum(accelerator, total)
+    finite = _update(accelerator, model, optimizer, clip_norm)
+    return _sum(accelerator, total) if finite else math.nan
 
 
 def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
@@ -90,7 +92,8 @@ def self_critical_step(
         logits, _ = model(batch.images, batch.packed)
         loss = policy_loss(logits, batch.targets, advantages.to(accelerator.device)) / num_targets
         accelerator.backward(loss)
-    _update(accelerator, model, optimizer, clip_norm)
+    if not _update(accelerator, model, optimizer, clip_norm):
+        return math.nan
     rewards = _sum(accelerator, sum(reward for *_, reward in drawn))
     return rewards / max(1, _sum(accelerator, len(drawn)))
 
@@ -107,13 +110,20 @@ def _update(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     clip_norm: float,
-) -> None:
+) -> bool:
+    """One step of the optimiser; False, and no step, where the gradient is not finite.
+
+    In float16 such a step is skipped by the scaler, which then tries a smaller scale.
+    """
     if accelerator.num_processes > 1:
         learned = [p for p in model.parameters() if p.requires_grad]
         for p in learned:  # a process without a picture has none
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         joined = accelerator.reduce(parameters_to_vector([p.grad for p in learned]))
         vector_to_parameters(joined, [p.grad for p in learned])
-    accelerator.clip_grad_norm_(model.parameters(), clip_norm)
-    optimizer.step()
+    norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm)
+    finite = accelerator.scaler is not None or math.isfinite(norm)
+    if finite:
+        optimizer.step()
     optimizer.zero_grad()
+    return finite

@@ -14,7 +14,12 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from accelerate.utils import (
+    broadcast_object_list,
+    gather_object,
+    parse_flag_from_env,
+    set_seed,
+)
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
@@ -36,6 +41,7 @@ from vlattn.tokenizer import Tokenizer
 
 SCST_DECAY = 0.98  # of the weights' average: the phase is short
 SCST_EVAL_STEPS = 100
+MOST_SKIPPED = 20  # float16 starts with a few: the scale of the loss is being found
 
 
 @dataclass(frozen=True)
@@ -147,8 +153,9 @@ def train(config: TrainConfig) -> Captioner:
     """
     out = Path(config.out)
     run = RunFolder(config.out, asdict(config) | {"resume": None})
-    resuming = run.open(resume=config.resume == "auto")
     accelerator = Accelerator(mixed_precision=_precision(config.precision))
+    resuming = run.open(resume=config.resume == "auto")
+    accelerator.wait_for_everyone()  # all have looked before one writes
     set_seed(config.seed)
     train_records, dev_records = _read(config, accelerator)
     with accelerator.main_process_first():
@@ -172,6 +179,7 @@ def train(config: TrainConfig) -> Captioner:
     critic = SelfCritical(data, num_samples=config.scst_samples) if config.scst_steps else None
     windows = _windows(data, usable, config, accelerator, steps_per_epoch, progress.step)
     log = _Log(out, accelerator, progress.step, total_steps)
+    skipped = 0  # steps in a row for which float16 was too narrow
     while progress.step < total_steps:
         window = next(windows)
         started = time.perf_counter()
@@ -189,12 +197,6 @@ def train(config: TrainConfig) -> Captioner:
                 attention_supervision=config.attention_supervision,
                 clip_norm=config.clip_norm,
             )
-            if not math.isfinite(value):
-                raise ValueError(
-                    f"step {progress.step + 1}: the loss became {value}: lower "
-                    f"learning_rate={config.learning_rate}; the last checkpoint and the best "
-                    "model are kept"
-                )
         else:
             title, rate = "reward", config.scst_rate
             if progress.step == teacher_steps:  # go on from the averaged weights
@@ -204,6 +206,13 @@ def train(config: TrainConfig) -> Captioner:
             _set_rate(optimizer, rate)
             value = self_critical_step(
                 accelerator, model, optimizer, window, critic, seed, clip_norm=config.clip_norm
+            )
+        skipped = skipped + 1 if optimizer.step_was_skipped else 0
+        if not math.isfinite(value) or skipped == MOST_SKIPPED:
+            what = "gradient" if skipped else f"{title} or its gradient"
+            raise ValueError(
+                f"step {progress.step + 1}: the {what} is not finite: lower the learning rate, "
+                f"{rate:.1e}; the last checkpoint and the best model are kept"
             )
         averaged.update_parameters(captioner)
         progress.step += 1
@@ -283,7 +292,7 @@ def _read(config: TrainConfig, accelerator: Accelerator) -> tuple[list[Record], 
 
 def _precision(wanted: str) -> str:
     """The `mixed_precision` of accelerate, the same in every process."""
-    PartialState()  # lets the processes talk
+    PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))  # lets the processes talk
     return broadcast_object_list([_fastest_precision(wanted)])[0]
 
 
