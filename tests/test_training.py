@@ -165,7 +165,7 @@ def train_quietly(train_config, threads):
     torch.set_num_threads(threads)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
-    #os.dup2(nowhere, 2)
+    # os.dup2(nowhere, 2)
     training.draw_curves = training.draw_captions = nothing
     train(train_config)
 

@@ -54,7 +54,8 @@ class KeptFeatures:
             return None
         name, row = found
         if name not in self._files:
-            self._files[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r")
+            # "c": what is written, if anything, stays in memory
+            self._files[name] = np.load(self.folder / f"{name}.npy", mmap_mode="c")
         return self._files[name][row]
 
     def add(self, keys: list[str], features: np.ndarray) -> None:

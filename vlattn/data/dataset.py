@@ -146,7 +146,7 @@ class CaptionDataset(Dataset):
         features = self.features[index, view]
         if features is None:
             raise ImageError(f"{self.records[index].name!r} could not be read when encoded")
-        return torch.tensor(features)
+        return torch.from_numpy(features)
 
     def _regions(self, index: int) -> Tensor | None:
         """(targets, N) of the captions that are read, one after the other."""
