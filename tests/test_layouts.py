@@ -102,7 +102,7 @@ def karpathy_row(name: str, split: str, *texts, **more) -> dict:
 
 @pytest.mark.parametrize("given", ["folder", "file"])
 def test_karpathys_file_has_all_splits(tmp_path, given):
-    """Pictures of two folders have one name; restval was lost."""
+    """Pictures of two folders have one name; restval was lost without a word (D3)."""
     for name in ("a.jpg", "b.jpg", "val2014/c.jpg", "train2014/c.jpg"):
         picture(tmp_path / name)
     rows = [
@@ -112,6 +112,7 @@ def test_karpathys_file_has_all_splits(tmp_path, given):
         karpathy_row("c.jpg", "test", "four rings", filepath="train2014"),
         karpathy_row("gone.jpg", "test", "no ring"),
         karpathy_row("a.jpg", "train", None),
+        karpathy_row("b.jpg", "test"),
         {"split": "train"},
     ]
     file = tmp_path / "dataset_flickr8k.json"
@@ -128,8 +129,9 @@ def test_karpathys_file_has_all_splits(tmp_path, given):
     assert report.source.endswith("; restval counts as train, 1 images")
     assert set(report.skipped) == {
         ("a.jpg", "empty caption"),
+        ("b.jpg", "empty caption"),
         ("gone.jpg", "no such file"),
-        ("dataset_flickr8k.json image 7", "no filename or sentences"),
+        ("dataset_flickr8k.json image 8", "no filename or sentences"),
     }
 
 
@@ -163,6 +165,7 @@ def test_coco_has_a_file_for_each_split(tmp_path):
         ("gone.jpg", "no such file"),
         *(("captions_" + split + "2017.json image 3", "names no picture") for split in images),
         *((f"{split}.jpg", "without a caption") for split in images),
+        ("captions_val2017.json caption of image 9", "no such image"),
     }
 
 

@@ -125,7 +125,7 @@ def _karpathy(files: list[Path], source: Source) -> Iterator[Entry]:
         if isinstance(folder, str) and (source.folder / folder / name).is_file():
             name = f"{folder}/{name}"
         captions = [s.get("raw") if isinstance(s, dict) else None for s in sentences]
-        captions = [caption if isinstance(caption, str) else "" for caption in captions]
+        captions = [caption if isinstance(caption, str) else "" for caption in captions] or [""]
         yield Entry(name, source.folder / name, captions, "train" if split == "restval" else split)
     if rest:
         source.notes.append(f"restval counts as train, {rest:,} images")
@@ -152,7 +152,9 @@ def _coco(files: list[Path], source: Source) -> Iterator[Entry]:
             elif row.get("id") not in captions:
                 source.skipped.append((name, "without a caption"))
             else:
-                yield Entry(name, source.folder / name, captions[row["id"]], split)
+                yield Entry(name, source.folder / name, captions.pop(row["id"]), split)
+        for number in captions:
+            source.skipped.append((f"{file.name} caption of image {number}", "no such image"))
 
 
 def _json_list(file: Path, name: str) -> list[dict[str, Any]]:
