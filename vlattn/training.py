@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -178,56 +179,55 @@ def train(config: TrainConfig) -> Captioner:
     total_steps = teacher_steps + config.scst_steps
     critic = SelfCritical(data, num_samples=config.scst_samples) if config.scst_steps else None
     windows = _windows(data, usable, config, accelerator, steps_per_epoch, progress.step)
-    log = _Log(out, accelerator, progress.step, total_steps)
     skipped = 0  # steps in a row for which float16 was too narrow
-    while progress.step < total_steps:
-        window = next(windows)
-        started = time.perf_counter()
-        if progress.step < teacher_steps:
-            title = "loss"
-            rate = _schedule(progress.step, teacher_steps, config.warmup_steps)
-            rate *= config.learning_rate
-            _set_rate(optimizer, rate)
-            value = teacher_step(
-                accelerator,
-                model,
-                optimizer,
-                window,
-                label_smoothing=config.label_smoothing,
-                attention_supervision=config.attention_supervision,
-                clip_norm=config.clip_norm,
-            )
-        else:
-            title, rate = "reward", config.scst_rate
-            if progress.step == teacher_steps:  # go on from the averaged weights
-                captioner.load_state_dict(averaged.module.state_dict())
-            averaged.multi_avg_fn = get_ema_multi_avg_fn(SCST_DECAY)
-            seed = torch.Generator().manual_seed(config.seed * 1_000_003 + progress.step)
-            _set_rate(optimizer, rate)
-            value = self_critical_step(
-                accelerator, model, optimizer, window, critic, seed, clip_norm=config.clip_norm
-            )
-        skipped = skipped + 1 if optimizer.step_was_skipped else 0
-        if not math.isfinite(value) or skipped == MOST_SKIPPED:
-            what = "gradient" if skipped else f"{title} or its gradient"
-            raise ValueError(
-                f"step {progress.step + 1}: the {what} is not finite: lower the learning rate, "
-                f"{rate:.1e}; the last checkpoint and the best model are kept"
-            )
-        averaged.update_parameters(captioner)
-        progress.step += 1
-        log.step(progress.step, title, value, rate, window, time.perf_counter() - started)
+    with closing(_Log(out, accelerator, progress.step, total_steps)) as log:
+        while progress.step < total_steps:
+            window = next(windows)
+            started = time.perf_counter()
+            if progress.step < teacher_steps:
+                title = "loss"
+                rate = _schedule(progress.step, teacher_steps, config.warmup_steps)
+                rate *= config.learning_rate
+                _set_rate(optimizer, rate)
+                value = teacher_step(
+                    accelerator,
+                    model,
+                    optimizer,
+                    window,
+                    label_smoothing=config.label_smoothing,
+                    attention_supervision=config.attention_supervision,
+                    clip_norm=config.clip_norm,
+                )
+            else:
+                title, rate = "reward", config.scst_rate
+                if progress.step == teacher_steps:  # go on from the averaged weights
+                    captioner.load_state_dict(averaged.module.state_dict())
+                averaged.multi_avg_fn = get_ema_multi_avg_fn(SCST_DECAY)
+                seed = torch.Generator().manual_seed(config.seed * 1_000_003 + progress.step)
+                _set_rate(optimizer, rate)
+                value = self_critical_step(
+                    accelerator, model, optimizer, window, critic, seed, clip_norm=config.clip_norm
+                )
+            skipped = skipped + 1 if optimizer.step_was_skipped else 0
+            if not math.isfinite(value) or skipped == MOST_SKIPPED:
+                what = "gradient" if skipped else f"{title} or its gradient"
+                raise ValueError(
+                    f"step {progress.step + 1}: the {what} is not finite: lower the learning rate, "
+                    f"{rate:.1e}; the last checkpoint and the best model are kept"
+                )
+            averaged.update_parameters(captioner)
+            progress.step += 1
+            log.step(progress.step, title, value, rate, window, time.perf_counter() - started)
 
-        last = progress.step == total_steps
-        if last or _is_time_to_evaluate(progress.step, teacher_steps, steps_per_epoch, config):
-            score = _evaluate(averaged.module, dev, dev_records, log, progress.step)
-            if score >= progress.best:
-                progress.best = score
-                if accelerator.is_main_process:
-                    averaged.module.save_pretrained(out)
-        if progress.step % config.checkpoint_every == 0 or last:
-            run.save(accelerator, progress)
-    log.close()
+            last = progress.step == total_steps
+            if last or _is_time_to_evaluate(progress.step, teacher_steps, steps_per_epoch, config):
+                score = _evaluate(averaged.module, dev, dev_records, log, progress.step)
+                if score >= progress.best:
+                    progress.best = score
+                    if accelerator.is_main_process:
+                        averaged.module.save_pretrained(out)
+            if progress.step % config.checkpoint_every == 0 or last:
+                run.save(accelerator, progress)
     accelerator.wait_for_everyone()
     best = Captioner.from_pretrained(out)
     if accelerator.is_main_process:
