@@ -345,6 +345,26 @@ def test_kept_features_serve_other_runs(tmp_path, folder, monkeypatch):
     assert same(straight, train(config(folder, tmp_path / "c", **same_run | kept)).state_dict())
 
 
+@pytest.mark.parametrize("rate", [1.0, 1e-6])
+def test_an_encoder_that_learns_has_a_rate_of_its_own(tmp_path, folder, rate):
+    captioner = replace(
+        SMALL, encoder="timm:test_vit", image_size=(32, 32), finetune_encoder=True, dropout=0.0
+    )
+    torch.manual_seed(0)
+    before = Captioner(captioner, tokenizer_of(folder))  # as train makes it, from the same seed
+    after = train(
+        config(folder, tmp_path / "run", captioner=captioner, max_steps=2, encoder_rate=rate)
+    )
+    moved = {
+        name: (after.state_dict()[name] - value).abs().max()
+        for name, value in before.state_dict().items()
+        if name.endswith(("qkv.weight", "memory_proj.1.weight"))
+    }
+    encoder = max(value for name, value in moved.items() if name.startswith("encoder."))
+    assert len(moved) > 1 and moved["memory_proj.1.weight"] > 1e-6
+    assert 1e-7 < encoder if rate == 1.0 else encoder < 1e-8
+
+
 def tokenizer_of(folder):
     rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
     return training.Tokenizer.train(row["text"] for row in rows)

@@ -31,6 +31,7 @@ from vlattn.config import CaptionerConfig, option
 from vlattn.data.dataset import Batch, CaptionDataset, collate, epoch_batches
 from vlattn.data.layouts import read_records
 from vlattn.data.records import DataError, Record
+from vlattn.encoder import TimmEncoder
 from vlattn.evaluation import Habits, score_captions, write_captions
 from vlattn.features import encode_pictures
 from vlattn.images import VIEWS
@@ -84,6 +85,7 @@ class TrainConfig:
         16, "batches whose pictures are sorted by length together, to save padding; 1: unsorted"
     )
     learning_rate: float = option(1e-3, "highest rate, reached after the warm-up")
+    encoder_rate: float = option(0.1, "rate of a timm encoder that learns, over learning_rate")
     warmup_steps: int = option(300, "steps over which the rate grows from zero")
     weight_decay: float = option(0.05, "of AdamW")
     clip_norm: float = option(1.0, "longest gradient")
@@ -123,7 +125,7 @@ class TrainConfig:
             raise ValueError(f"views must be 1 to {VIEWS}, got {self.views}")
         if self.attention_supervision and self.views > 1:
             raise ValueError(f"attention_supervision needs views 1, got {self.views}")
-        for name in ("learning_rate", "scst_rate", "clip_norm"):
+        for name in ("learning_rate", "encoder_rate", "scst_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("label_smoothing", "average_decay"):
@@ -378,11 +380,21 @@ def _dataset(
 
 
 def _optimizer(config: TrainConfig, captioner: Captioner) -> torch.optim.Optimizer:
-    learned = [p for p in captioner.parameters() if p.requires_grad]
+    """AdamW; norms and biases do not decay, and a timm encoder learns at a rate of its own."""
+    encoder = captioner.encoder
+    pretrained = set(encoder.parameters()) if isinstance(encoder, TimmEncoder) else set()
+    groups = {}
+    for p in captioner.parameters():
+        if p.requires_grad:
+            groups.setdefault((p.dim() > 1, p in pretrained), []).append(p)
     return torch.optim.AdamW(
         [
-            {"params": [p for p in learned if p.dim() > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in learned if p.dim() <= 1], "weight_decay": 0.0},
+            {
+                "params": params,
+                "weight_decay": config.weight_decay if decays else 0.0,
+                "scale": config.encoder_rate if is_encoder else 1.0,
+            }
+            for (decays, is_encoder), params in groups.items()
         ],
         lr=config.learning_rate,
         betas=(0.9, 0.98),
@@ -445,7 +457,7 @@ def _schedule(step: int, total_steps: int, warmup_steps: int) -> float:
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["scale"]
 
 
 def _is_time_to_evaluate(

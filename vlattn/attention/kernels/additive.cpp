@@ -5,7 +5,7 @@
 // so the exponentials are taken once per query and once per key, and a pair costs a product and a
 // reciprocal, which four features share: u/a + v/b = (u b + v a) / (a b).
 //
-// Compiled by compiled.py; plain C++ without a header, so that it is built in about a second.
+// Compiled by compiled.py; plain C++ without a header, so that it is built in a second or two.
 
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
