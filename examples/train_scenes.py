@@ -3,8 +3,9 @@
     python examples/train_scenes.py --out runs/scenes
 
 Under four minutes on two slow CPU cores. Writes a model folder and `words.png`, a contact sheet of
-region that each word came from, and prints how many of the test pictures are described with every
-object's colour and shape right. Takes the flags of `vlattn train`, which beat the recipe below.
+the region that each word came from, and prints how many of the test pictures are described with
+every object's colour and shape right. Takes the flags of `vlattn train`, which beat the recipe
+below.
 """
 
 import argparse

@@ -6,7 +6,7 @@ from typing import Any
 from vlattn import metrics
 from vlattn.attention import AdditiveAttention, ScaledDotProductAttention
 from vlattn.captioner import Captioner
-from vlattn.config import CaptionerConfig
+from vlattn.config import CaptionerConfig, TrainConfig
 from vlattn.generation import Caption
 from vlattn.images import Preprocess, open_image
 from vlattn.tokenizer import Tokenizer
@@ -15,7 +15,6 @@ __version__ = "0.1.0"
 
 # Named here, imported at their first use: they bring accelerate and tensorboard with them.
 _LATER = {
-    "TrainConfig": "vlattn.training",
     "train": "vlattn.training",
     "read_records": "vlattn.data.layouts",
 }
@@ -28,6 +27,7 @@ __all__ = [
     "Preprocess",
     "ScaledDotProductAttention",
     "Tokenizer",
+    "TrainConfig",
     "metrics",
     "open_image",
     *_LATER,

@@ -15,14 +15,14 @@ from typing import Any, Literal, NoReturn
 
 from vlattn import metrics
 from vlattn.captioner import Captioner
-from vlattn.config import CaptionerConfig
+from vlattn.config import CaptionerConfig, TrainConfig
 from vlattn.data.dataset import CaptionDataset
 from vlattn.data.layouts import read_records
 from vlattn.data.records import DataError
 from vlattn.evaluation import Habits, score_captions, write_captions, write_results
 from vlattn.files import write_aside
 from vlattn.images import ImageError
-from vlattn.training import TrainConfig, train
+from vlattn.training import train
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -184,6 +184,8 @@ class Tokenizer:
 
     def unknown_rate(self, captions: Iterable[str]) -> float:
         """The share of the captions' tokens that are unknown; always 0 but for kind "word"."""
+        if self.unk_id is None:
+            return 0.0
         ids = list(chain.from_iterable(self.encode_batch(captions)))
         return ids.count(self.unk_id) / max(1, len(ids))
 

@@ -8,10 +8,10 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -27,14 +27,13 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from vlattn.captioner import Captioner
-from vlattn.config import CaptionerConfig, option
+from vlattn.config import TrainConfig
 from vlattn.data.dataset import Batch, CaptionDataset, collate, epoch_batches
 from vlattn.data.layouts import read_records
 from vlattn.data.records import DataError, Record
 from vlattn.encoder import TimmEncoder
 from vlattn.evaluation import Habits, score_captions, write_captions
-from vlattn.features import encode_pictures
-from vlattn.images import VIEWS
+from vlattn.features import KeptFeatures, encode_pictures
 from vlattn.run_folder import Progress, RunFolder
 from vlattn.run_report import draw_captions, draw_curves
 from vlattn.self_critical import SelfCritical
@@ -44,105 +43,6 @@ from vlattn.tokenizer import Tokenizer
 SCST_DECAY = 0.98  # of the weights' average: the phase is short
 SCST_EVAL_STEPS = 100
 MOST_SKIPPED = 20  # float16 starts with a few: the scale of the loss is being found
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """What to train, on what, and how; each setting is a flag of `vlattn train` too.
-
-    A run folder `out` holds the best model by its dev score, `train.json` with these settings,
-    `checkpoints/` to continue from, `tensorboard/`, and at the end `curves.png` and `captions.png`.
-    """
-
-    data: str = option("", "data set: a folder, a table, or 'scenes'")
-    out: str = option("", "run folder, which becomes the model folder")
-    layout: str = option("auto", "layout of the data set; found by looking")
-    image_column: str | None = option(None, "column of a table that names the picture")
-    caption_column: str | None = option(None, "column of a table that holds the caption")
-    captioner: CaptionerConfig = field(default_factory=CaptionerConfig)
-    encoder_weights: str | None = option(None, "safetensors file of a timm encoder's weights")
-    pretrained: bool = option(False, "load timm's weights of the encoder from the hub")
-    tokenizer: Literal["bpe", "unigram", "word"] = option("bpe", "kind of the vocabulary")
-    vocab_size: int = option(4000, "most tokens of the vocabulary")
-    min_frequency: int = option(2, "how often a word or pair must occur to get a token")
-    lowercase: bool = option(True, "put captions in lower case")
-    epochs: int = option(10, "passes over the training pictures")
-    max_steps: int | None = option(None, "stop after so many optimiser steps instead")
-    batch_size: int = option(32, "pictures of a batch")
-    accumulation: int = option(1, "batches of an optimiser step")
-    captions_per_image: int = option(
-        5, "most captions of a picture per epoch; one with more takes turns"
-    )
-    views: int = option(
-        1, "views of a training picture in turn: 2 its mirror image too, 3 to 6 crops of it too"
-    )
-    cache_features: str | None = option(
-        None,
-        "folder to keep a frozen encoder's features in, for later runs too; if not set, they are "
-        "in the run folder, until training ends",
-    )
-    sort_window: int = option(
-        16, "batches whose pictures are sorted by length together, to save padding; 1: unsorted"
-    )
-    learning_rate: float = option(1e-3, "highest rate, reached after the warm-up")
-    encoder_rate: float = option(0.1, "rate of a timm encoder that learns, over learning_rate")
-    warmup_steps: int = option(300, "steps over which the rate grows from zero")
-    weight_decay: float = option(0.05, "of AdamW")
-    clip_norm: float = option(1.0, "longest gradient")
-    label_smoothing: float = option(0.1, "share of the target spread over all tokens")
-    average_decay: float = option(0.998, "decay of the moving average of the weights")
-    attention_supervision: float = option(
-        0.0, "weight of the loss that draws the words' attention into their phrases' boxes"
-    )
-    scst_steps: int = option(0, "steps of self-critical training (CIDEr-D) after the epochs")
-    scst_rate: float = option(5e-5, "learning rate of self-critical training")
-    scst_samples: int = option(5, "captions drawn per picture in self-critical training")
-    eval_every: int = option(1, "epochs between evaluations on the dev split")
-    checkpoint_every: int = option(200, "steps between checkpoints")
-    num_workers: int = option(0, "processes that decode pictures ahead")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = option(
-        "auto", "of the matrix products; auto: the fastest that the machine has"
-    )
-    seed: int = option(0, "of all random numbers")
-    resume: Literal["auto"] | None = option(None, "'auto' continues what is in the run folder")
-
-    def __post_init__(self):
-        for name in ("data", "out"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must be given")
-        least = {
-            **dict.fromkeys(("epochs", "max_steps", "batch_size", "accumulation"), 1),
-            **dict.fromkeys(("captions_per_image", "eval_every", "checkpoint_every"), 1),
-            "sort_window": 1,
-            **dict.fromkeys(("warmup_steps", "scst_steps", "num_workers"), 0),
-            "scst_samples": 2,
-        }
-        for name, low in least.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ValueError(f"{name} must be at least {low}, got {value}")
-        if not 1 <= self.views <= VIEWS:
-            raise ValueError(f"views must be 1 to {VIEWS}, got {self.views}")
-        if self.attention_supervision and self.views > 1:
-            raise ValueError(f"attention_supervision needs views 1, got {self.views}")
-        for name in ("learning_rate", "encoder_rate", "scst_rate", "clip_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("label_smoothing", "average_decay"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
-                )
-        if self.encoder_weights is not None and not self.captioner.encoder.startswith("timm:"):
-            raise ValueError(
-                "encoder_weights are for an encoder of timm, "
-                f"got encoder {self.captioner.encoder!r}"
-            )
-        if self.attention_supervision and self.captioner.resize != "squeeze":
-            raise ValueError(
-                "attention_supervision needs pictures that are seen whole: resize 'squeeze', "
-                f"got {self.captioner.resize!r}"
-            )
 
 
 def train(config: TrainConfig) -> Captioner:
@@ -299,7 +199,7 @@ def _precision(wanted: str) -> str:
 
 
 def _fastest_precision(wanted: str) -> str:
-    """ "auto" measures whether bfloat16 is faster here."""
+    """For "auto" by measuring whether bfloat16 is faster here."""
     if wanted != "auto":
         return "no" if wanted == "fp32" else wanted
     if torch.cuda.is_available():
@@ -356,13 +256,16 @@ def _data_sets(
     if getattr(captioner.encoder, "frozen", False):
         captioner.to(accelerator.device)
         folder = config.cache_features or Path(config.out) / "features"
-        share = _dataset(config, captioner, train_records[rank::count], **options)
-        for dataset, name in ((share, "train"), (dev, "dev")):
-            dataset.features = encode_pictures(
+
+        def encode(dataset: CaptionDataset, name: str) -> KeptFeatures:
+            return encode_pictures(
                 captioner, dataset, folder, title=f"encoding {name}", num_workers=config.num_workers
             )
-        accelerator.wait_for_everyone()
-        data.features = share.features if count == 1 else encode_pictures(captioner, data, folder)
+
+        if count > 1:  # each encodes its share, and finds those of the others then
+            encode(_dataset(config, captioner, train_records[rank::count], **options), "train")
+            accelerator.wait_for_everyone()
+        data.features, dev.features = encode(data, "train"), encode(dev, "dev")
     return data, dev
 
 
