@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from vlattn.config import CaptionerConfig
 from vlattn.decoder import TextDecoder
 from vlattn.encoder import PatchFeatures, PatchPositions, TimmEncoder, ViT
-from vlattn.files import write_aside
+from vlattn.files import write_aside, write_json
 from vlattn.generation import Caption, Hypothesis, Word, beam_search, sample
 from vlattn.images import Geometry, Preprocess, open_image
-from vlattn.model_folder import MODEL_FILES, find_model, model_card, read_json, write_json
+from vlattn.model_folder import MODEL_FILES, find_model, model_card, read_json
 from vlattn.tokenizer import Tokenizer
 
 VOCABULARY = "vocabulary"  # what the weights' file calls the digest of the tokenizer

@@ -20,7 +20,7 @@ from vlattn.data.dataset import CaptionDataset
 from vlattn.data.layouts import read_records
 from vlattn.data.records import DataError
 from vlattn.evaluation import Habits, score_captions, write_captions, write_results
-from vlattn.files import write_aside
+from vlattn.files import write_json
 from vlattn.images import ImageError
 from vlattn.training import train
 
@@ -217,8 +217,7 @@ def _write_report(path: Path, scores: metrics.Scores, written: dict[str, str]) -
         "cider": None if scores.cider != scores.cider else scores.cider,  # NaN is no JSON
         "images": len(written),
     }
-    with write_aside(path) as aside:
-        aside.write_text(json.dumps({"captions": captions}, indent=2) + "\n", encoding="utf-8")
+    write_json(path, {"captions": captions})
 
 
 def _caption(

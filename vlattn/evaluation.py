@@ -1,6 +1,5 @@
 """The captions that a captioner writes about a data set, and their scores."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,14 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from vlattn import metrics
 from vlattn.captioner import Captioner
-from vlattn.data.dataset import Batch, CaptionDataset, collate
+from vlattn.data.dataset import Batch, CaptionDataset, Example, collate
 from vlattn.data.records import Record
-from vlattn.files import write_aside
+from vlattn.files import write_json
 
 NEVER_LAST = frozenset(
     "a an the of in on at to for by from with into onto over and or but is are was were be being "
@@ -42,7 +41,7 @@ def write_captions(
         num_workers: processes that decode pictures ahead.
     """
     written = {}
-    for batch in _batches(dataset, "captions", 100, num_workers):
+    for batch in picture_batches(dataset, "captions", 100, num_workers):
         features = captioner.features(batch.images.to(captioner.device))
         found = captioner.generate(
             features,
@@ -110,13 +109,12 @@ def write_results(folder: Path, written: Mapping[str, str], scores: metrics.Scor
         name: {key: None if math.isnan(value) else value for key, value in values.items()}
         for name, values in scores.per_image.items()
     }
-    for name, content in (("captions.json", results), ("scores.json", per_image)):
-        with write_aside(folder / name) as path:
-            path.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+    write_json(folder / "captions.json", results)
+    write_json(folder / "scores.json", per_image)
 
 
-def _batches(
-    dataset: CaptionDataset, title: str, batch_size: int, num_workers: int
+def picture_batches(
+    dataset: Dataset[Example], title: str, batch_size: int, num_workers: int
 ) -> Iterator[Batch]:
     """The pictures in order, with a bar; those that cannot be read are named and left out."""
     loader = DataLoader(

@@ -6,18 +6,19 @@ N patches, D width of the encoder.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from vlattn.captioner import Captioner
-from vlattn.data.dataset import CaptionDataset
-from vlattn.files import write_aside
+from vlattn.data.dataset import CaptionDataset, Example
+from vlattn.evaluation import picture_batches
+from vlattn.files import write_aside, write_json
 from vlattn.images import ImageError, open_image
 
 ROWS = 512  # pictures of a file, and the most that a kill loses
@@ -60,12 +61,11 @@ class KeptFeatures:
 
     def add(self, keys: list[str], features: np.ndarray) -> None:
         """Keep a file of features, then the list of their keys, which makes it count."""
-        text = json.dumps(keys)
-        path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        name = hashlib.sha256("\n".join(keys).encode()).hexdigest()[:16]
+        path = self.folder / f"{name}.json"
         with write_aside(path.with_suffix(".npy")) as aside, aside.open("wb") as file:
             np.save(file, features)
-        with write_aside(path) as aside:
-            aside.write_text(text, encoding="utf-8")
+        write_json(path, keys)
         self._find(path)
 
     def _find(self, path: Path) -> None:
@@ -76,6 +76,7 @@ class KeptFeatures:
         return self.__dict__ | {"_files": {}}  # a worker opens them itself
 
 
+@torch.inference_mode()
 def encode_pictures(
     captioner: Captioner,
     dataset: CaptionDataset,
@@ -107,17 +108,19 @@ def encode_pictures(
         for view, key in enumerate(views)
         if key and key not in kept
     }
+    for picture, record in zip(pictures, dataset.records):
+        if picture is None:
+            tqdm.write(f"skipped: cannot read {record.name!r}")
     new_keys, new = [], []
-    with tqdm(total=len(todo), desc=title, unit="img", leave=False) as bar:
-        for picture, record in zip(pictures, dataset.records):
-            if picture is None:
-                bar.write(f"skipped: cannot read {record.name!r}")
-        for batch_keys, batch in _encode(captioner, dataset, todo, num_workers, bar):
-            new_keys += batch_keys
-            new.append(batch)
-            if len(new_keys) >= ROWS:
-                kept.add(new_keys, np.concatenate(new))
-                new_keys, new = [], []
+    views = _Views(dataset, list(todo.values()))
+    names = list(todo)
+    for batch in picture_batches(views, title, BATCH_SIZE, num_workers):
+        tokens = captioner.encode(batch.images.to(captioner.device)).tokens
+        new_keys += [names[i] for i in batch.indices]
+        new.append(tokens.half().cpu().numpy())
+        if len(new_keys) >= ROWS:
+            kept.add(new_keys, np.concatenate(new))
+            new_keys, new = [], []
     if new_keys:
         kept.add(new_keys, np.concatenate(new))
     return kept
@@ -147,7 +150,7 @@ def _picture_digest(source: Any) -> str | None:
 
 
 class _Views(Dataset):
-    """Pixels of some views of a data set's pictures, or what is wrong with them."""
+    """Some views of a data set's pictures, without captions."""
 
     def __init__(self, dataset: CaptionDataset, places: list[tuple[int, int]]):
         self.dataset, self.places = dataset, places
@@ -155,37 +158,8 @@ class _Views(Dataset):
     def __len__(self) -> int:
         return len(self.places)
 
-    def __getitem__(self, i: int) -> torch.Tensor | ImageError:
+    def __getitem__(self, i: int) -> Example:
         try:
-            return self.dataset.pixels(*self.places[i])
+            return Example(i, self.dataset.pixels(*self.places[i]), [])
         except ImageError as error:
-            return error
-
-
-@torch.inference_mode()
-def _encode(
-    captioner: Captioner,
-    dataset: CaptionDataset,
-    todo: dict[str, tuple[int, int]],
-    num_workers: int,
-    bar: tqdm,
-) -> Iterator[tuple[list[str], np.ndarray]]:
-    """(keys, features) batch by batch; pictures that cannot be read are named and left out."""
-    loader = DataLoader(
-        _Views(dataset, list(todo.values())),
-        BATCH_SIZE,
-        collate_fn=list,
-        num_workers=num_workers,
-        generator=torch.Generator(),  # the global random numbers stay as they are
-    )
-    keys = iter(todo)
-    captioner.encoder.eval()
-    for batch in loader:
-        found = [(key, x) for x, key in zip(batch, keys) if not isinstance(x, ImageError)]
-        for reason in (x for x in batch if isinstance(x, ImageError)):
-            bar.write(f"skipped: {reason}")
-        if found:
-            pixels = torch.stack([x for _, x in found]).to(captioner.device)
-            tokens = captioner.encode(pixels).tokens
-            yield [key for key, _ in found], tokens.half().cpu().numpy()
-        bar.update(len(batch))
+            return Example(i, error, [])

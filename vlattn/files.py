@@ -1,9 +1,11 @@
 """Files that are either the old ones or the new ones, whenever the process is killed."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -18,3 +20,9 @@ def write_aside(path: str | os.PathLike) -> Iterator[Path]:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Replaces the file in one step."""
+    with write_aside(path) as aside:
+        aside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

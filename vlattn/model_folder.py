@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from vlattn.config import CaptionerConfig
-from vlattn.files import write_aside
 
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json")
 
@@ -33,12 +32,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path.name} must hold one JSON object")
     return values
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Replaces the file in one step."""
-    with write_aside(path) as aside:
-        aside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def model_card(config: CaptionerConfig, vocab_size: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from vlattn.files import write_aside
+from vlattn.files import write_json
 from vlattn.tokenizer import Tokenizer
 
 
@@ -60,8 +60,7 @@ class RunFolder:
     def start(self, tokenizer: Tokenizer) -> None:
         """Write down what the run is."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with write_aside(self.path / "train.json") as path:
-            path.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
+        write_json(self.path / "train.json", self.settings)
         tokenizer.save(self.path / "tokenizer.json")
 
     def save(self, accelerator: Accelerator, progress: Progress) -> None:
