@@ -10,13 +10,11 @@ features, or both run it.
 
 import argparse
 import platform
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from attention import measure
 from torch import Tensor, nn
 from torch.profiler import profile
 
@@ -76,26 +74,13 @@ def random_captions(pictures: int, each: int) -> list[list[list[int]]]:
     return [[[1, *torch.randint(4, WORDS, (n,)).tolist(), 2] for n in sizes] for sizes in lengths]
 
 
-def measure(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    runs = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if turn:  # the first is the warm-up
-                runs[name].append(time.perf_counter() - start)
-    return runs
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pictures", type=int, default=16, help="of a batch")
     parser.add_argument("--captions", type=int, default=5, help="of a picture")
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--depth", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=8, help="of each contender")
     parser.add_argument("--precision", choices=("no", "bf16"), default="no", help="of our step")
     parser.add_argument("--profile", action="store_true", help="show where our step's time goes")
     args = parser.parse_args()
@@ -137,14 +122,13 @@ def main() -> None:
     where = platform.processor() or accelerator.device.type
     print(f"torch {torch.__version__}, {where}, {torch.get_num_threads()} threads")
     print(f"{args.pictures} pictures of {args.captions} captions, {len(targets)} targets")
-    runs = measure(calls, args.repeats)
-    for name, times in runs.items():
-        low, middle, high = statistics.quantiles(times, n=4)
-        speed = len(flat) / middle
-        print(f"{name:22}{1e3 * middle:9.1f} ms ({1e3 * low:.1f} to {1e3 * high:.1f})", end="")
-        print(f"{speed:8.0f} captions/s", end="")
-        twin = runs[name.replace("ours", "plain")]
-        print(f"   {statistics.median(twin) / middle:.2f}x")
+    found = measure(calls, accelerator.device.type, args.seconds)
+    for name, times in found.items():
+        low, middle, high = (1e3 * times[key] for key in ("low", "seconds", "high"))
+        print(f"{name:22}{middle:9.1f} ms ({low:.1f} to {high:.1f})", end="")
+        print(f"{1e3 * len(flat) / middle:8.0f} captions/s", end="")
+        twin = found[name.replace("ours", "plain")]["seconds"]
+        print(f"   {1e3 * twin / middle:.2f}x")
     if args.profile:
         with profile() as seen:
             for _ in range(5):

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from vlattn.config import CaptionerConfig
@@ -23,10 +22,15 @@ from vlattn.encoder import PatchFeatures, PatchPositions, TimmEncoder, ViT
 from vlattn.files import write_aside, write_json
 from vlattn.generation import Caption, Hypothesis, Word, beam_search, sample
 from vlattn.images import Geometry, Preprocess, open_image
-from vlattn.model_folder import MODEL_FILES, find_model, model_card, read_json
+from vlattn.model_folder import (
+    MODEL_FILES,
+    find_model,
+    model_card,
+    read_json,
+    read_weights,
+    write_weights,
+)
 from vlattn.tokenizer import Tokenizer
-
-VOCABULARY = "vocabulary"  # what the weights' file calls the digest of the tokenizer
 
 
 class CaptionerOutput(NamedTuple):
@@ -351,9 +355,7 @@ class Captioner(nn.Module):
         self.tokenizer.save(folder / "tokenizer.json")
         with write_aside(folder / "README.md") as path:
             path.write_text(model_card(self.config, self.tokenizer.vocab_size), encoding="utf-8")
-        with write_aside(folder / "model.safetensors") as path:
-            tensors = {k: v.contiguous() for k, v in self.state_dict().items()}
-            save_file(tensors, path, metadata={"format": "pt", VOCABULARY: self.tokenizer.digest})
+        write_weights(folder / "model.safetensors", self.state_dict(), self.tokenizer.digest)
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "Captioner":
@@ -371,11 +373,8 @@ class Captioner(nn.Module):
             preprocess = Preprocess.from_dict(read_json(folder / "preprocessor_config.json"))
             captioner = cls(config, Tokenizer.load(folder / "tokenizer.json"))
             captioner.preprocess = preprocess
-            with safe_open(folder / "model.safetensors", "pt") as file:
-                vocabulary = (file.metadata() or {}).get(VOCABULARY)
-                captioner.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
-            if vocabulary not in (None, captioner.tokenizer.digest):
-                raise ValueError("tokenizer.json is not the one that the weights were trained with")
+            weights = read_weights(folder / "model.safetensors", captioner.tokenizer.digest)
+            captioner.load_state_dict(weights)
         except (ValueError, TypeError, AttributeError, SafetensorError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"cannot load {source}: {reason[:300]}") from error

@@ -82,7 +82,8 @@ def beam_search(
     for length in range(1, max_len + 1):
         beams = scores.size(1)
         logprobs = _logprobs(step(tokens, rows), banned)
-        logprobs = without_repeats(logprobs, texts.flatten(0, 1), no_repeat_ngram)
+        if no_repeat_ngram is not None:
+            logprobs = without_repeats(logprobs, texts.flatten(0, 1), no_repeat_ngram)
         totals = scores[..., None] + logprobs.unflatten(0, scores.shape)
         vocab_size = totals.size(-1)
         totals = totals.flatten(1)  # (B, beams * V)
@@ -164,8 +165,9 @@ def sample(
     lengths = torch.zeros(batch_size)
     while texts.size(1) < max_len and not ended.all():
         logprobs = _logprobs(step(tokens, rows), banned)
-        new = without_repeats(logprobs, texts, no_repeat_ngram)
-        logprobs = torch.where(ended[:, None], logprobs, new)  # what an ended row draws is not read
+        if no_repeat_ngram is not None:  # what an ended row draws is not read
+            new = without_repeats(logprobs, texts, no_repeat_ngram)
+            logprobs = torch.where(ended[:, None], logprobs, new)
         if temperature == 0:
             tokens = logprobs.argmax(-1)
         else:
@@ -193,9 +195,9 @@ def _logprobs(logits: Tensor, banned: Tensor) -> Tensor:
     return logprobs.index_fill(1, banned, -torch.inf)
 
 
-def without_repeats(logprobs: Tensor, texts: Tensor, size: int | None) -> Tensor:
+def without_repeats(logprobs: Tensor, texts: Tensor, size: int) -> Tensor:
     """(R, V) with -inf for what would end a run of `size` tokens that texts (R, t) have already."""
-    if size is None or texts.size(1) < size:
+    if texts.size(1) < size:
         return logprobs
     runs = texts.unfold(1, size, 1)  # (R, runs, size)
     last = texts[:, None, texts.size(1) - size + 1 :]  # (R, 1, size - 1)

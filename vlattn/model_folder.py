@@ -4,7 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
 from vlattn.config import CaptionerConfig
+from vlattn.files import write_aside
 
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json")
 
@@ -32,6 +37,29 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path.name} must hold one JSON object")
     return values
+
+
+def write_weights(path: Path, weights: dict[str, Tensor], vocabulary: str) -> None:
+    """Replaces the file in one step.
+
+    Args:
+        vocabulary: the digest of the tokenizer that the weights belong to.
+    """
+    tensors = {name: weight.contiguous() for name, weight in weights.items()}
+    with write_aside(path) as aside:
+        save_file(tensors, aside, metadata={"format": "pt", "vocabulary": vocabulary})
+
+
+def read_weights(path: Path, vocabulary: str) -> dict[str, Tensor]:
+    """What `write_weights` wrote, or any other safetensors file.
+
+    Raises:
+        ValueError: the weights belong to another tokenizer.
+    """
+    with safe_open(path, "pt") as file:
+        if (file.metadata() or {}).get("vocabulary") not in (None, vocabulary):
+            raise ValueError("tokenizer.json is not the one that the weights were trained with")
+        return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def model_card(config: CaptionerConfig, vocab_size: int) -> str:

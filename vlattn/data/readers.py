@@ -106,9 +106,7 @@ def _flickr8k(files: list[Path], source: Source) -> Iterator[Entry]:
 
 
 def _karpathy_files(root: Path) -> list[Path]:
-    if root.is_file():
-        return [root] if root.match("dataset*.json") else []
-    return _at_top(root, "dataset*.json")[:1]
+    return _given_or_at_top(root, "dataset*.json")[:1]
 
 
 def _karpathy(files: list[Path], source: Source) -> Iterator[Entry]:
@@ -132,9 +130,7 @@ def _karpathy(files: list[Path], source: Source) -> Iterator[Entry]:
 
 
 def _coco_files(root: Path) -> list[Path]:
-    if root.is_file():
-        return [root] if root.match("*captions_*.json") else []
-    return _at_top(root, "*captions_*.json")
+    return _given_or_at_top(root, "*captions_*.json")
 
 
 def _coco(files: list[Path], source: Source) -> Iterator[Entry]:
@@ -228,6 +224,12 @@ LAYOUTS = {
 def _at_top(root: Path, pattern: str) -> list[Path]:
     """Files in the folder itself or one below."""
     return sorted(root.glob(pattern)) + sorted(root.glob(f"*/{pattern}"))
+
+
+def _given_or_at_top(root: Path, pattern: str) -> list[Path]:
+    if root.is_file():
+        return [root] if root.match(pattern) else []
+    return _at_top(root, pattern)
 
 
 # ---- tables ----
