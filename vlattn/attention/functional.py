@@ -21,7 +21,8 @@ SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "chunked": chunked.additive_scores,
     "compiled": compiled.additive_scores,
 }
-HAS_AMX = torch.cpu._is_amx_tile_supported()
+# Whether the CPU multiplies matrices in bfloat16 by instructions of its own.
+HAS_FAST_BF16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -166,11 +167,11 @@ def _guarded(
 def _fused_is_faster(query: Tensor) -> bool:
     """Whether PyTorch's one call beats the products written out; see benchmarks/attention.py.
 
-    It does, but for its backward pass in half precision where a CPU has matrix tiles (AMX).
+    It does, but for its backward pass in half precision where a CPU has fast bfloat16 products.
     """
     learns = torch.is_grad_enabled() and query.requires_grad
     half = query.dtype in (torch.bfloat16, torch.float16)
-    return not (learns and half and query.device.type == "cpu" and HAS_AMX)
+    return not (learns and half and query.device.type == "cpu" and HAS_FAST_BF16)
 
 
 def known_finite(*tensors: Tensor) -> bool:
