@@ -42,7 +42,8 @@ TOKENIZED = {
     "It costs $5 or £10 or $1,000.00, 100% wool": "it costs $ 5 or # 10 or $ 1,000.00 100 % wool",
     "1/2 and/or 24/7 10-20 +3 -5 .22 2nd 10x10 555-1234": "1/2 and/or 24/7 10-20 +3 -5 .22 2nd "
     "10x10 555-1234",
-    "a man w/ a hat; black & white, R&B": "a man w / a hat black & white r&b",
+    "a man w/ a hat; black & white, R&B, r&b": "a man w / a hat black & white r&b r & b",
+    "AT&T and at&t": "at&t and at & t",
     "#1 fan #hashtag @user a_b": "# 1 fan #hashtag @user a_b",
     "mail bob@example.com or see www.example.com or avrovulcan.com now": "mail bob@example.com or "
     "see www.example.com or avrovulcan.com now",

@@ -252,13 +252,13 @@ _TOKEN = re.compile(
     | </?[a-z]\w*/?> | [#@][a-z]\w*                                # tags
     | {_CLITIC} | n't(?!{_W}) | 't(?=(?:is|was)\b) | '(?:n'|em|til|cause|\d\ds)(?!{_W})
     | (?:[a-z]\.)+(?!{_W}) | (?:{_ABBREVIATIONS.replace(" ", "|")}|ph\.d)\.(?!{_W})
-    | [^\W\d_]+(?:\.[^\W\d_]+)+ | [a-z]&[a-z](?!{_W}) | at&t\b      # file.txt, r&b
+    | [^\W\d_]+(?:\.[^\W\d_]+)+ | (?-i:[A-Z]&[A-Z](?!{_W}) | AT&T\b)  # file.txt, R&B
     | [+-]?\d+(?:[.,:/-]\d+)+ | [+-]?\.?\d+(?![\w-])                # 10:30, 1,000, -5, .22
     | {_W}+?(?=n't(?!{_W}))
     | {_W}+(?:[-/‐‑]{_W}+|(?!{_CLITIC})'{_W}+)*                     # o'clock, mid-air, and/or
     | [!?]{{2,}} | \S
     """,
-    re.VERBOSE,
+    re.VERBOSE | re.IGNORECASE,
 )
 _UNSEEN = re.compile("[\u200b-\u200f\ufe00-\ufe0f\u20e3\U00010000-\U0010ffff]")
 _SPELLING = str.maketrans(
@@ -282,7 +282,7 @@ def tokenize(caption: str) -> list[str]:
     Not followed: smileys, HTML entities, telephone numbers, one-sign fractions, "No. 5".
     """
     words = []
-    for chunk in _UNSEEN.sub(" ", caption.translate(_SPELLING)).lower().split():
+    for chunk in _UNSEEN.sub(" ", caption.translate(_SPELLING)).split():
         for token in [chunk] if chunk.isalpha() else _TOKEN.findall(chunk):
-            words += _REWRITTEN.get(token, [token])
+            words += _REWRITTEN.get(token.lower(), [token.lower()])
     return words
