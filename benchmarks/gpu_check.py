@@ -3,14 +3,16 @@
     python benchmarks/gpu_check.py --out runs/gpu
 
 The tests of the attention kernels, the attention table with the share of the rate that the chip's
-arithmetic allows, and two minutes of bfloat16 training on the built-in scenes. Needs no network, no
-gradio and no file outside the repository. Ends with status 1 when a part failed.
+arithmetic allows, and two minutes of bfloat16 training on the built-in scenes, with captions/s and
+how busy the device was. Needs no network, no gradio and no file outside the repository. Ends with
+status 1 when a part failed.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -43,6 +45,18 @@ def shares(path: Path) -> None:
             print(f"{row['dtype']:<10}{row['shape']:<18}D = {row['D']:<5}{100 * share:5.1f} %")
 
 
+@contextmanager
+def busy():
+    """Says how busy the device was meanwhile, as nvidia-smi sees it twice a second."""
+    query = "nvidia-smi --query-gpu=utilization.gpu --format=csv,noheader,nounits -i 0 -lms 500"
+    watch = subprocess.Popen(query.split(), stdout=subprocess.PIPE, text=True)
+    yield
+    watch.terminate()
+    shares = sorted(int(line) for line in watch.communicate()[0].split() if line.isdigit())
+    if shares:
+        print(f"device busy: median {shares[len(shares) // 2]} %, highest {shares[-1]} %")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
@@ -58,7 +72,8 @@ def main() -> int:
     if passed[-1]:
         shares(out / "attention.json")
     training = "examples/train_scenes.py --precision bf16 --attention additive --num-workers 4"
-    passed.append(run("training", [*training.split(), "--out", str(out / "scenes")], 150))
+    with busy():
+        passed.append(run("training", [*training.split(), "--out", str(out / "scenes")], 150))
     print("\n" + ("all passed" if all(passed) else "FAILED"))
     return 0 if all(passed) else 1
 

@@ -342,6 +342,7 @@ def _windows(
                 ],
                 collate_fn=collate,
                 num_workers=config.num_workers,
+                pin_memory=accelerator.device.type == "cuda",
                 generator=torch.Generator(),  # the global random numbers stay as they are
             )
         )

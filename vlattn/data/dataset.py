@@ -42,12 +42,14 @@ class Batch(NamedTuple):
     skipped: tuple[str, ...]
 
     def to(self, device: torch.device) -> "Batch":
-        packed = PackedTokens(*(x.to(device) for x in self.packed))
+        def move(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=True)  # at once, where the memory is pinned
+
         return self._replace(
-            images=self.images.to(device),
-            packed=packed,
-            targets=self.targets.to(device),
-            regions=None if self.regions is None else self.regions.to(device),
+            images=move(self.images),
+            packed=PackedTokens(*map(move, self.packed)),
+            targets=move(self.targets),
+            regions=None if self.regions is None else move(self.regions),
         )
 
 
