@@ -22,7 +22,7 @@ from vlattn.captioner import Captioner
 from vlattn.config import CaptionerConfig
 from vlattn.data.scenes import scenes
 from vlattn.run_folder import RunFolder
-from vlattn.self_critical import END, SelfCritical, policy_loss
+from vlattn.self_critical import END, TEMPERATURE, SelfCritical, policy_loss
 from vlattn.steps import region_loss, token_loss
 from vlattn.training import TrainConfig, train
 
@@ -438,7 +438,7 @@ def test_policy_loss_pushes_towards_the_better_caption():
     expected = np.full((2, 5), 0.1)
     expected[1] *= -1
     expected[0, 1], expected[1, 3] = 0.1 - 0.5, 0.5 - 0.1
-    np.testing.assert_allclose(logits.grad, expected, atol=1e-6)
+    np.testing.assert_allclose(logits.grad, expected / TEMPERATURE, atol=1e-6)
 
 
 def test_self_critical_training_raises_the_reward(tmp_path, folder):

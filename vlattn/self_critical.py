@@ -15,6 +15,9 @@ from vlattn.captioner import Captioner
 from vlattn.data.dataset import Batch, CaptionDataset, pack
 from vlattn.metrics import CiderD, tokenize
 
+# Of the model's distribution that captions are drawn from, and that learns. Label smoothing gives a
+# tenth of it to words that do not fit: drawn as it is, most captions hold one of them.
+TEMPERATURE = 0.6
 END = "<end>"  # a word of its own: a caption that stops short of its end has no n-gram with it
 
 
@@ -49,7 +52,7 @@ class SelfCritical:
             features = captioner.features(batch.images)
         drawn = captioner.generate(
             features,
-            temperature=1.0,
+            temperature=TEMPERATURE,
             num_samples=self.num_samples,
             max_len=self.max_len,
             generator=generator,
@@ -83,4 +86,5 @@ class SelfCritical:
 
 def policy_loss(logits: Tensor, targets: Tensor, advantages: Tensor) -> Tensor:
     """REINFORCE, summed over the K tokens: logits (K, V), targets and advantages (K,)."""
-    return (advantages * F.cross_entropy(logits.float(), targets, reduction="none")).sum()
+    surprise = F.cross_entropy(logits.float() / TEMPERATURE, targets, reduction="none")
+    return (advantages * surprise).sum()
