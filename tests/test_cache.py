@@ -222,7 +222,7 @@ def test_what_was_returned_before_stays_as_it_was():
 
 
 def test_rows_that_came_from_one_row_go_apart():
-    kept, first = cache(), new(1, 3)
+    kept, first = KVCache([new(1, 9)]), new(1, 3)
     kept.append(0, first)
     kept.append(0, new(1, 1))
     kept.reorder(torch.tensor([0, 0, 0]))
