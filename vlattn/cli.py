@@ -1,4 +1,4 @@
-"""The `vlattn` command: train, evaluate, caption, demo.
+"""The `vlattn` command: train, evaluate, caption, demo, convert.
 
 Exit status 0 only when the work was done; a user's mistake is one line on stderr and status 2.
 """
@@ -92,6 +92,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(command)
     command.add_argument("--host", default="127.0.0.1")
     command.add_argument("--port", type=int, default=7860)
+
+    command = commands.add_parser("convert", help="make a model folder of another's captioner")
+    command.set_defaults(run=_convert)
+    command.add_argument(
+        "source", metavar="SOURCE", help="checkpoint of transformers: hub id or folder"
+    )
+    command.add_argument("out", metavar="OUT", help="the model folder")
+    command.add_argument("--revision", help="branch, tag or commit on the hub")
     return parser
 
 
@@ -264,6 +272,16 @@ def _write_overlays(folder: Path, picture: str, caption: Any) -> None:
     for i, word in enumerate(caption.words):
         plain = "".join(char for char in word.text if char.isalnum()) or "sign"
         caption.overlay(i).save(folder / f"{picture}-{i + 1:02}-{plain[:40]}.png")
+
+
+def _convert(source: str, out: str, revision: str | None) -> None:
+    from vlattn.convert import convert
+
+    config = convert(source, out, revision=revision).config
+    print(
+        f"a {config.encoder} of {config.encoder_depth} blocks and a decoder of {config.depth}: "
+        f"the model is in {out}"
+    )
 
 
 def _demo(model: str, host: str, port: int) -> None:
