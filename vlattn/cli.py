@@ -1,4 +1,4 @@
-"""The `vlattn` command: train, evaluate, caption, demo, convert.
+"""The `vlattn` command: train, evaluate, caption, demo, convert, export.
 
 Exit status 0 only when the work was done; a user's mistake is one line on stderr and status 2.
 """
@@ -100,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("out", metavar="OUT", help="the model folder")
     command.add_argument("--revision", help="branch, tag or commit on the hub")
+
+    command = commands.add_parser("export", help="write a captioner as ONNX graphs")
+    command.set_defaults(run=_export)
+    _add_model(command)
+    command.add_argument("out", metavar="OUT", help="folder of the graphs")
+    command.add_argument("--int8", action="store_true", help="weights in a byte each")
     return parser
 
 
@@ -272,6 +278,13 @@ def _write_overlays(folder: Path, picture: str, caption: Any) -> None:
     for i, word in enumerate(caption.words):
         plain = "".join(char for char in word.text if char.isalnum()) or "sign"
         caption.overlay(i).save(folder / f"{picture}-{i + 1:02}-{plain[:40]}.png")
+
+
+def _export(model: str, out: str, int8: bool) -> None:
+    from vlattn.export import export_onnx
+
+    export_onnx(Captioner.from_pretrained(model), out, int8=int8)
+    print(f"the graphs are in {out}")
 
 
 def _convert(source: str, out: str, revision: str | None) -> None:

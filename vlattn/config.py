@@ -96,6 +96,9 @@ class TrainConfig:
     layout: str = option("auto", "layout of the data set; found by looking")
     image_column: str | None = option(None, "column of a table that names the picture")
     caption_column: str | None = option(None, "column of a table that holds the caption")
+    init: str | None = option(
+        None, "model folder or hub id to go on from, with its sizes and vocabulary"
+    )
     captioner: CaptionerConfig = field(default_factory=CaptionerConfig)
     encoder_weights: str | None = option(None, "safetensors file of a timm encoder's weights")
     pretrained: bool = option(False, "load timm's weights of the encoder from the hub")
@@ -122,7 +125,9 @@ class TrainConfig:
         16, "batches whose pictures are sorted by length together, to save padding; 1: unsorted"
     )
     learning_rate: float = option(1e-3, "highest rate, reached after the warm-up")
-    encoder_rate: float = option(0.1, "rate of a timm encoder that learns, over learning_rate")
+    encoder_rate: float = option(
+        0.1, "rate of an encoder that learnt before (of timm, or of init), over learning_rate"
+    )
     warmup_steps: int = option(300, "steps over which the rate grows from zero")
     weight_decay: float = option(0.05, "of AdamW")
     clip_norm: float = option(1.0, "longest gradient")
@@ -170,6 +175,8 @@ class TrainConfig:
                 raise ValueError(
                     f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
                 )
+        if self.init is not None and self.captioner != CaptionerConfig():
+            raise ValueError("init has sizes and kinds of its own: give no others")
         if self.encoder_weights is not None and not self.captioner.encoder.startswith("timm:"):
             raise ValueError(
                 "encoder_weights are for an encoder of timm, "

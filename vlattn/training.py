@@ -217,6 +217,8 @@ def _fastest_precision(wanted: str) -> str:
 
 
 def _build(config: TrainConfig, out: Path, records: list[Record], resuming: bool) -> Captioner:
+    if config.init is not None:
+        return Captioner.from_pretrained(config.init)
     file = out / "tokenizer.json"
     if resuming and file.is_file():
         tokenizer = Tokenizer.load(file)
@@ -283,9 +285,10 @@ def _dataset(
 
 
 def _optimizer(config: TrainConfig, captioner: Captioner) -> torch.optim.Optimizer:
-    """AdamW; norms and biases do not decay, and a timm encoder learns at a rate of its own."""
+    """AdamW; norms and biases do not decay; an encoder that learnt before has its own rate."""
     encoder = captioner.encoder
-    pretrained = set(encoder.parameters()) if isinstance(encoder, TimmEncoder) else set()
+    learnt = isinstance(encoder, TimmEncoder) or config.init is not None
+    pretrained = set(encoder.parameters()) if learnt else set()
     groups = {}
     for p in captioner.parameters():
         if p.requires_grad:
