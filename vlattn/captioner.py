@@ -369,15 +369,20 @@ class Captioner(nn.Module):
             geometry=geometry,
         )
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a model folder; each file replaces the one before it in one step."""
+    def save_pretrained(self, folder: str | Path, *, scores: str = "") -> None:
+        """Write a model folder; each file replaces the one before it in one step.
+
+        Args:
+            scores: what the model card says of its quality.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", asdict(self.config))
         write_json(folder / "preprocessor_config.json", self.preprocess.to_dict())
         self.tokenizer.save(folder / "tokenizer.json")
         with write_aside(folder / "README.md") as path:
-            path.write_text(model_card(self.config, self.tokenizer.vocab_size), encoding="utf-8")
+            card = model_card(self.config, self.tokenizer.vocab_size, scores)
+            path.write_text(card, encoding="utf-8")
         write_weights(folder / "model.safetensors", self.state_dict(), self.tokenizer.digest)
 
     @classmethod
@@ -415,22 +420,35 @@ class Captioner(nn.Module):
             raise ValueError(f"cannot load {source}: {reason[:300]}") from error
         return captioner.eval()
 
-    def push_to_hub(self, repo_id: str, **kwargs) -> str:
-        """Upload the model folder to the Hugging Face hub; needs a login there.
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        scores: str = "",
+        private: bool | None = None,
+        token: str | bool | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Upload the model folder to the Hugging Face hub; needs a login there, or a token.
 
         Args:
             repo_id: name of the model, "user/name"; made where it does not exist.
-            kwargs: passed to `huggingface_hub.HfApi.upload_folder`.
+            scores: see `save_pretrained`.
+            private: whether a model that is made is seen by you alone; as your account has it if
+                omitted.
+            token: of the hub; that of the login where omitted.
+            kwargs: `commit_message`, `revision`, `create_pr`, ...; see
+                `huggingface_hub.HfApi.upload_folder`.
 
         Returns:
             the address of the commit.
         """
         from huggingface_hub import HfApi
 
-        api = HfApi()
-        api.create_repo(repo_id, exist_ok=True)
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
         with TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
+            self.save_pretrained(folder, scores=scores)
             return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs).commit_url
 
     @contextmanager

@@ -97,8 +97,9 @@ def read_weights(path: Path, vocabulary: str) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}
 
 
-def model_card(config: CaptionerConfig, vocab_size: int) -> str:
+def model_card(config: CaptionerConfig, vocab_size: int, scores: str) -> str:
     """The README of a model folder, as the hub shows it."""
+    scores = f"\n{scores}\n" if scores else ""
     return f"""---
 library_name: vlattn
 pipeline_tag: image-to-text
@@ -108,7 +109,7 @@ pipeline_tag: image-to-text
 
 {config.encoder} encoder, {config.attention} cross-attention, {config.depth} decoder layers of width
 {config.dim}, {vocab_size} tokens.
-
+{scores}
 ```python
 from vlattn import Captioner
 
