@@ -352,7 +352,7 @@ def test_pickled_weights_are_read_as_tensors_alone(folder, tmp_path):
             return (print, ("caught",))
 
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Trap()}, protocol=2))
-    with pytest.raises(ValueError, match="cannot convert"):
+    with pytest.raises(ValueError, match=r"pytorch_model.bin holds more than tensors"):
         convert(folder, tmp_path / "third")
     assert not (tmp_path / "third").exists()
 

@@ -136,8 +136,8 @@ class DecoderBlock(nn.Module):
         """All captions of a picture read its one memory: their queries stand in one row."""
         rows, num_tokens, dim = x.shape
         num_images = memory.key.size(0)
-        num_captions, rest = divmod(rows, max(num_images, 1))
-        if rest:
+        num_captions = rows // max(num_images, 1)
+        if rows != num_captions * num_images:
             raise ValueError(
                 f"rows of tokens must be a multiple of the {num_images} pictures in the cache, "
                 f"got {rows}"
@@ -304,11 +304,17 @@ class TextDecoder(nn.Module):
         """(..., D) hidden states to (..., V)."""
         weight = (self.embed if self.head is None else self.head).weight
         hidden = self.head_layer(hidden)
-        few = hidden.dim() == 2 and 1 < len(hidden) <= 8 and not torch.is_grad_enabled()
-        if few and hidden.device.type == "cpu":  # up to four times faster the other way round
+        if _few_rows(hidden):  # up to four times faster the other way round
             logits = (weight @ hidden.T).T.contiguous()
             return logits if self.head_bias is None else logits + self.head_bias
         return F.linear(hidden, weight, self.head_bias)
+
+
+def _few_rows(x: Tensor) -> bool:
+    """Whether a product of x (R, D) with a large matrix is slow as PyTorch does it on a CPU."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    return x.dim() == 2 and 1 < len(x) <= 8
 
 
 def _check_choice(name: str, value: str, choices) -> None:

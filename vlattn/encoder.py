@@ -202,7 +202,7 @@ class ViT(nn.Module):
     def forward(self, pixels: Tensor) -> PatchFeatures:
         """Pixels (B, 3, S_h, S_w) to tokens (B, P + N, D)."""
         patches = self.patch_embed(pixels)
-        registers = self.registers.expand(len(pixels), -1, -1)
+        registers = self.registers.expand(pixels.size(0), -1, -1)
         x = torch.cat([registers, self.positions(patches)], dim=1)
         for block in self.blocks:
             x = block(x)

@@ -1,6 +1,7 @@
 """The files of a checkpoint of the transformers library."""
 
 import json
+import pickle
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,7 +101,7 @@ class Checkpoint:
         if files := sorted(self.folder.glob("model*.safetensors")):
             shards = map(load_file, files)
         elif files := sorted(self.folder.glob("pytorch_model*.bin")):
-            shards = (torch.load(file, map_location="cpu", weights_only=True) for file in files)
+            shards = map(_load_pickled, files)
         else:
             raise ValueError("no model.safetensors and no pytorch_model.bin")
         return Weights({name: tensor for shard in shards for name, tensor in shard.items()})
@@ -167,6 +168,13 @@ class Checkpoint:
             resample=RESAMPLING[settings.get("resample", 3)],
             share=share,
         )
+
+
+def _load_pickled(file: Path) -> dict[str, Tensor]:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{file.name} holds more than tensors, and is not read") from error
 
 
 MOMENTS = (("image_mean", 0.0), ("image_std", 1.0))
