@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from PIL import Image
@@ -175,7 +175,7 @@ class Captioner(nn.Module):
         num_beams: int = 3,
         max_len: int = 30,
         length_penalty: float = 1.0,
-        early_stopping: bool | None = None,
+        early_stopping: bool | Literal["never"] | None = None,
         no_repeat_ngram: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -255,7 +255,7 @@ class Captioner(nn.Module):
         num_beams: int = 3,
         max_len: int = 30,
         length_penalty: float = 1.0,
-        early_stopping: bool | None = None,
+        early_stopping: bool | Literal["never"] | None = None,
         no_repeat_ngram: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
