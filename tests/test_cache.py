@@ -222,7 +222,7 @@ def test_what_was_returned_before_stays_as_it_was():
 
 
 def test_rows_that_came_from_one_row_go_apart():
-    kept, first = cache(), new(1, 3)
+    kept, first = KVCache([new(1, 9)]), new(1, 3)
     kept.append(0, first)
     kept.append(0, new(1, 1))
     kept.reorder(torch.tensor([0, 0, 0]))
@@ -232,6 +232,17 @@ def test_rows_that_came_from_one_row_go_apart():
         assert torch.equal(held.key[row, :, :3], first.key[0])
         assert torch.equal(held.key[row, :, 4:], second.key[row])
         assert torch.equal(held.value[row, :, 4:], second.value[row])
+
+
+def test_pictures_without_rows_are_dropped():
+    kept, first = cache(), new(2 * R, 3)
+    kept.append(0, first)
+    memory = kept.memory(0)
+    kept.reorder(torch.tensor([3, 2, 3]))
+    assert torch.equal(kept.memory(0).key, memory.key[1:])
+    assert torch.equal(kept.memory(0).value, memory.value[1:])
+    held = kept.append(0, new(3, 1))
+    assert torch.equal(held.key[:, :, :3], first.key[[3, 2, 3]])
 
 
 def test_two_caches_that_begin_with_the_same_tensors_go_apart():

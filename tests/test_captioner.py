@@ -5,6 +5,7 @@ import io
 import json
 import struct
 import zlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -551,13 +552,15 @@ def test_weights_of_another_model_are_refused(folder, make_captioner, tmp_path):
 def test_a_hub_id_is_downloaded(folder, photos, monkeypatch):
     asked = []
 
-    def download(repo_id, *, allow_patterns):
-        asked.append((repo_id, sorted(allow_patterns)))
+    def download(repo_id, *, allow_patterns, **options):
+        asked.append((repo_id, sorted(allow_patterns), options))
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    loaded = Captioner.from_pretrained("someone/tiny-captioner")
-    assert asked == [("someone/tiny-captioner", MODEL_FOLDER)]
+    options = {"revision": "v1", "cache_dir": "cache", "token": "t", "local_files_only": True}
+    loaded = Captioner.from_pretrained("someone/tiny-captioner", **options)
+    name = "someone/tiny-captioner"
+    assert asked == [(name, ["config.json"], options), (name, MODEL_FOLDER, options)]
     expected = Captioner.from_pretrained(folder).caption(photos[:1], max_len=4)
     same_caption(loaded.caption(photos[:1], max_len=4)[0], expected[0])
 
@@ -581,7 +584,7 @@ def test_an_unknown_model_is_one_line(tmp_path, monkeypatch):
 
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def download(repo_id, *, allow_patterns):
+    def download(repo_id, **options):
         raise LocalEntryNotFoundError("cannot find the snapshot\non the Hub,\nand no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -599,17 +602,29 @@ def test_push_to_hub_uploads_the_model_folder(make_captioner, monkeypatch):
     calls = []
 
     class Hub:
-        def create_repo(self, repo_id, *, exist_ok):
+        def __init__(self, token):
+            assert token == "secret"
+
+        def create_repo(self, repo_id, *, private, exist_ok):
+            assert private
             calls.append(("create", repo_id, exist_ok))
 
         def upload_folder(self, *, repo_id, folder_path, commit_message):
             captioner = Captioner.from_pretrained(folder_path)
+            card = (Path(folder_path) / "README.md").read_text(encoding="utf-8")
+            assert "tokens.\n\nCIDEr 58.9 on the test split.\n\n```python" in card
             calls.append(("upload", repo_id, commit_message, captioner.config))
             return SimpleNamespace(commit_url="https://hub.example/commit/1")
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     captioner = make_captioner()
-    url = captioner.push_to_hub("someone/tiny", commit_message="first")
+    url = captioner.push_to_hub(
+        "someone/tiny",
+        scores="CIDEr 58.9 on the test split.",
+        private=True,
+        token="secret",
+        commit_message="first",
+    )
     assert url == "https://hub.example/commit/1"
     assert calls == [
         ("create", "someone/tiny", True),

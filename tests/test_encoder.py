@@ -373,3 +373,22 @@ def test_position_table_of_another_size_is_refused_by_name(tmp_path):
     save(TimmEncoder("test_vit").model, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"cannot load .*: size mismatch for pos_embed: "):
         encoder.load_weights(tmp_path / "model.safetensors")
+
+
+@torch.no_grad()
+def test_registers_that_are_kept_stand_before_the_patches():
+    torch.manual_seed(0)
+    options = {"dim": 24, "depth": 2, "num_heads": 3, "num_registers": 5}
+    kept = ViT((24, 40), 8, keep_registers=True, **options).eval()
+    left_out = ViT((24, 40), 8, **options).eval()
+    left_out.load_state_dict(kept.state_dict())
+    pixels = torch.randn(2, 3, 24, 40)
+    features, patches = kept(pixels), left_out(pixels)
+    assert features.num_prefix == 5 and patches.num_prefix == 0
+    assert features.tokens.shape == (2, 5 + 3 * 5, 24) and features.grid_size == (3, 5)
+    assert torch.equal(features.tokens[:, 5:], patches.tokens)
+    # Positions are added to the patches alone.
+    positions = PatchPositions((3, 5), 24)
+    placed = positions(features)
+    assert torch.equal(placed[:, :5], features.tokens[:, :5])
+    assert torch.equal(placed[:, 5:], positions(patches))

@@ -15,6 +15,7 @@ from vlattn.generation import (
     Word,
     beam_search,
     keep_likeliest,
+    likeliest,
     sample,
     without_repeats,
 )
@@ -466,3 +467,33 @@ def test_repeats_of_no_size_are_refused():
     for search in (beam_search, sample):
         with pytest.raises(ValueError, match="no_repeat_ngram must be at least 1, got 0"):
             search(Toy(random_logits, [0]), 1, max_len=3, no_repeat_ngram=0, **COMMON)
+
+
+@pytest.mark.parametrize(("vocab_size", "count"), [(6, 4), (6, 9), (13_001, 3), (13_001, 5)])
+def test_likeliest_is_the_topk_of_each_row(vocab_size, count):
+    logprobs = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(0))
+    logprobs[1, -1] = 9.0  # behind the last whole block
+    values, tokens = likeliest(logprobs, count)
+    expected = logprobs.topk(min(count, vocab_size))
+    assert torch.equal(values, expected.values) and torch.equal(tokens, expected.indices)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_pictures_that_are_done_are_computed_no_more(num_beams):
+    def logits(picture, text):
+        end = torch.full((VOCAB,), -30.0).index_fill(0, torch.tensor(EOS), 0.0)
+        return end if picture == 1 and text else random_logits(picture, text) - 50 * end.exp()
+
+    sizes, toy = [], Toy(logits, range(3))
+
+    def step(tokens, rows):
+        sizes.append(len(rows))
+        return toy(tokens, rows)
+
+    beam_search(step, 3, max_len=4, num_beams=num_beams, **COMMON)
+    assert sizes == [3, 3 * num_beams, 2 * num_beams, 2 * num_beams]
+
+
+def test_rules_of_stopping_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="early_stopping must be True, False, 'never' or None"):
+        beam_search(Toy(random_logits, [0]), 1, max_len=3, early_stopping="soon", **COMMON)

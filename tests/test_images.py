@@ -530,3 +530,25 @@ def test_views_are_the_picture_its_mirror_image_and_crops():
     for view, pixels in enumerate(expected):
         np.testing.assert_array_equal(np.asarray(view_of(image, view)), pixels)
     view_of(Image.new("RGB", (1, 1)), 5)
+
+
+def test_a_share_of_each_side_is_seen():
+    """DeiT's pictures are brought to 256 pixels, of which the middle 224 are seen."""
+    image = Image.new("RGB", (60, 40))
+    for mode, box in (("squeeze", (15, 10, 45, 30)), ("crop", (20, 10, 40, 30))):
+        _, geometry = Preprocess((8, 8), mode=mode, share=0.5)(image)
+        assert geometry.box == box
+    for options in ({"share": 0}, {"share": 1.5}, {"share": 0.5, "mode": "pad"}):
+        with pytest.raises(ValueError, match="share must be above 0 and at most 1"):
+            Preprocess(**options)
+
+
+def test_pixels_between_are_found_as_asked():
+    image = Image.fromarray(np.arange(96, dtype=np.uint8).reshape(8, 12) * 2).convert("RGB")
+    for resample in ("bicubic", "bilinear"):
+        pixels, _ = Preprocess((16, 18), resample=resample)(image)
+        expected = image.resize((18, 16), Image.Resampling[resample.upper()])
+        expected = (np.asarray(expected, np.float32) / 255 - 0.5) / 0.5
+        np.testing.assert_allclose(pixels.permute(1, 2, 0), expected, atol=1e-6)
+    with pytest.raises(ValueError, match="resample must be 'bicubic' or 'bilinear', got 'box'"):
+        Preprocess(resample="box")

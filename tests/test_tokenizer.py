@@ -247,7 +247,7 @@ def test_a_file_of_another_kind_is_refused(vocab, tmp_path):
     path = tmp_path / "tokenizer.json"
     LibraryTokenizer(models.WordLevel(vocab)).save(str(path))
     with pytest.raises(
-        ValueError, match=r"tokenizer.json is not a tokenizer file .* byte-level with"
+        ValueError, match=r"tokenizer.json is not a tokenizer file .* byte-level or WordPiece"
     ):
         Tokenizer.load(path)
     path.write_bytes(b"\xff{")

@@ -1,7 +1,7 @@
 """The captioner: an image encoder and a text decoder joined by one cross-attention.
 
-B pictures, C captions of each, R = B * C rows, T tokens, N patches, D width, V vocabulary,
-L layers, H heads.
+B pictures, C captions of each, R = B * C rows, T tokens, N patches, P tokens of the memory before
+them, D width, V vocabulary, L layers, H heads.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from PIL import Image
@@ -20,23 +20,17 @@ from vlattn.config import CaptionerConfig
 from vlattn.decoder import TextDecoder
 from vlattn.encoder import PatchFeatures, PatchPositions, TimmEncoder, ViT
 from vlattn.files import write_aside, write_json
-from vlattn.generation import Caption, Hypothesis, Word, beam_search, sample
+from vlattn.generation import Caption, Hypothesis, Word, beam_search, sample, shown
 from vlattn.images import Geometry, Preprocess, open_image
-from vlattn.model_folder import (
-    MODEL_FILES,
-    find_model,
-    model_card,
-    read_json,
-    read_weights,
-    write_weights,
-)
+from vlattn.model_folder import find_model, model_card, read_json, read_weights, write_weights
 from vlattn.tokenizer import Tokenizer
 
 
 class CaptionerOutput(NamedTuple):
     """Logits (R, T, V), and cross-attention weights (R, L, H, T, N) where asked for.
 
-    `Captioner.forward` gives the K real tokens alone: (K, V) and (K, L, H, N).
+    The weights of a token sum to 1, or to less where it attended to the class or register tokens
+    of the encoder too. `Captioner.forward` gives the K real tokens alone: (K, V), (K, L, H, N).
     """
 
     logits: Tensor
@@ -76,26 +70,30 @@ class Captioner(nn.Module):
             mean=self.encoder.mean,
             std=self.encoder.std,
         )
-        self.memory_proj = nn.Sequential(
-            nn.LayerNorm(self.encoder.dim),
-            nn.Linear(self.encoder.dim, config.dim),
-            nn.LayerNorm(config.dim),
-        )
-        self.memory_positions = PatchPositions(self.encoder.grid_size, config.dim)
+        self.memory_proj = _make_projection(config.memory, self.encoder.dim, config.dim)
+        self.memory_positions = None
+        if config.memory == "normed":
+            self.memory_positions = PatchPositions(self.encoder.grid_size, config.dim)
         self.memory_dropout = nn.Dropout(config.dropout)
         self.decoder = TextDecoder(
             tokenizer.vocab_size,
             dim=config.dim,
+            memory_dim=self.encoder.dim if config.memory == "plain" else config.dim,
             depth=config.depth,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             attention=config.attention,
             mlp_ratio=config.mlp_ratio,
+            activation=config.activation,
             norm=config.norm,
+            norm_eps=config.norm_eps,
             norm_first=config.norm_first,
             positions=config.positions,
             max_len=config.max_len,
+            embed_norm=config.embed_norm,
             tie_embeddings=config.tie_embeddings,
+            head_layer=config.head_layer,
+            head_bias=config.head_bias,
             dropout=config.dropout,
             attention_dropout=config.attention_dropout,
         )
@@ -109,15 +107,17 @@ class Captioner(nn.Module):
         return self.encoder(pixels)
 
     def features(self, images: Tensor) -> PatchFeatures:
-        """Pixels (B, 3, S_h, S_w) are encoded; features (B, N, D) that were kept are these."""
+        """Pixels (B, 3, S_h, S_w) are encoded; features (B, P + N, D) that were kept are these."""
         if images.dim() == 4:
             return self.encode(images)
         return PatchFeatures(images.to(self.decoder.embed.weight.dtype), self.encoder.grid_size)
 
     def memory(self, features: PatchFeatures) -> Tensor:
-        """What the decoder attends to: (B, N, D) features in the decoder's width, with places."""
-        projected = PatchFeatures(self.memory_proj(features.tokens), features.grid_size)
-        return self.memory_dropout(self.memory_positions(projected))
+        """What the decoder attends to, (B, P + N, D); `CaptionerConfig.memory` says how."""
+        tokens = self.memory_proj(features.tokens)
+        if self.memory_positions is not None:
+            tokens = self.memory_positions(PatchFeatures(tokens, features.grid_size))
+        return self.memory_dropout(tokens)
 
     def decode(
         self,
@@ -135,6 +135,8 @@ class Captioner(nn.Module):
         """
         cache = self.decoder.start(self.memory(features))
         hidden, weights = self.decoder(tokens, cache, need_weights=need_weights)
+        if weights is not None:
+            weights = weights[..., features.num_prefix :]
         return CaptionerOutput(self.decoder.logits(hidden), weights)
 
     def forward(
@@ -147,7 +149,8 @@ class Captioner(nn.Module):
             packed: the captions of each picture in one row.
             need_weights: also return the weights of cross-attention.
         """
-        cache = self.decoder.start(self.memory(self.features(images)))
+        features = self.features(images)
+        cache = self.decoder.start(self.memory(features))
         segments = packed.segments
         same_caption = segments[:, :, None] == segments[:, None]  # (B, T, T)
         hidden, weights = self.decoder(
@@ -159,6 +162,7 @@ class Captioner(nn.Module):
         )
         real = segments > 0
         if weights is not None:
+            weights = weights[..., features.num_prefix :]
             weights = weights.permute(0, 3, 1, 2, 4)[real]  # (K, L, H, N)
         return CaptionerOutput(self.decoder.logits(hidden[real]), weights)
 
@@ -167,9 +171,11 @@ class Captioner(nn.Module):
         self,
         features: PatchFeatures,
         *,
+        prompt: str = "",
         num_beams: int = 3,
         max_len: int = 30,
         length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] | None = None,
         no_repeat_ngram: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -181,7 +187,8 @@ class Captioner(nn.Module):
         """Write texts about encoded pictures: beam search, or sampling where `temperature` is set.
 
         Args:
-            max_len: most tokens of a text; at most what the decoder's positions allow.
+            prompt: what every text begins with; the scores are of what is written after it.
+            max_len: most tokens that are written; at most what the decoder's positions allow.
             num_samples: texts drawn per picture.
             cache_dtype: what keys and values are kept in; see `KVCache`.
 
@@ -193,48 +200,62 @@ class Captioner(nn.Module):
         if temperature is None and (top_k is not None or top_p is not None):
             raise ValueError("top_k and top_p are for sampling: set temperature too")
         tokenizer = self.tokenizer
+        begin = tokenizer.encode(prompt)
+        room = self.config.max_len - len(begin)
+        if room < 1:
+            raise ValueError(
+                f"prompt must have fewer than max_len={self.config.max_len} tokens, "
+                f"got {len(begin)}"
+            )
 
         def step(tokens: Tensor, rows: Tensor) -> Tensor:
-            cache.reorder(rows.to(self.device))
-            hidden, _ = self.decoder(tokens.to(self.device)[:, None], cache)
+            cache.reorder(rows)
+            tokens = tokens[:, None]
+            if len(cache) == 0:
+                tokens = torch.cat([tokens, torch.tensor(begin).long().expand(len(rows), -1)], 1)
+            hidden, _ = self.decoder(tokens.to(self.device), cache)
             return self.decoder.logits(hidden[:, -1])
 
-        control = {tokenizer.pad_id, tokenizer.bos_id, tokenizer.unk_id} - {None}
         common = {
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
-            "banned": sorted(control),
-            "max_len": min(max_len, self.config.max_len),
+            "banned": sorted(tokenizer.control_ids - {tokenizer.eos_id}),
+            "max_len": min(max_len, room),
             "no_repeat_ngram": no_repeat_ngram,
         }
         with self._evaluating():
             cache = self.decoder.start(self.memory(features), cache_dtype=cache_dtype)
             if temperature is None:
-                return beam_search(
+                found = beam_search(
                     step,
                     len(features.tokens),
                     num_beams=num_beams,
                     length_penalty=length_penalty,
+                    early_stopping=early_stopping,
                     **common,
                 )
-            drawn = sample(
-                step,
-                len(features.tokens) * num_samples,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                generator=generator,
-                **common,
-            )
-            return [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
+            else:
+                drawn = sample(
+                    step,
+                    len(features.tokens) * num_samples,
+                    temperature=temperature,
+                    top_k=top_k,
+                    top_p=top_p,
+                    generator=generator,
+                    **common,
+                )
+                found = [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
+        return [[t._replace(tokens=begin + t.tokens) for t in texts] for texts in found]
 
     def caption(
         self,
         images: Sequence[Any],
         *,
+        prompt: str = "",
         num_beams: int = 3,
         max_len: int = 30,
         length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] | None = None,
         no_repeat_ngram: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -260,9 +281,11 @@ class Captioner(nn.Module):
             features, geometries = self._encode_pictures(pictures)
             found = self.generate(
                 features,
+                prompt=prompt,
                 num_beams=num_beams,
                 max_len=max_len,
                 length_penalty=length_penalty,
+                early_stopping=early_stopping,
                 no_repeat_ngram=no_repeat_ngram,
                 temperature=temperature,
                 top_k=top_k,
@@ -339,35 +362,52 @@ class Captioner(nn.Module):
             text=self.tokenizer.decode(text.tokens),
             words=words,
             layer_attention=layer_attention,
-            attention=layer_attention.mean((1, 2)),
+            attention=shown(layer_attention),
             score=score,
             finished=text.finished,
             image=picture,
             geometry=geometry,
         )
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a model folder; each file replaces the one before it in one step."""
+    def save_pretrained(self, folder: str | Path, *, scores: str = "") -> None:
+        """Write a model folder; each file replaces the one before it in one step.
+
+        Args:
+            scores: what the model card says of its quality.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", asdict(self.config))
         write_json(folder / "preprocessor_config.json", self.preprocess.to_dict())
         self.tokenizer.save(folder / "tokenizer.json")
         with write_aside(folder / "README.md") as path:
-            path.write_text(model_card(self.config, self.tokenizer.vocab_size), encoding="utf-8")
+            card = model_card(self.config, self.tokenizer.vocab_size, scores)
+            path.write_text(card, encoding="utf-8")
         write_weights(folder / "model.safetensors", self.state_dict(), self.tokenizer.digest)
 
     @classmethod
-    def from_pretrained(cls, source: str | Path) -> "Captioner":
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+    ) -> "Captioner":
         """Load a model folder, or a model of the Hugging Face hub by its id.
+
+        Args:
+            revision: branch, tag or commit of the model on the hub.
+            cache_dir: where downloads are kept; the hub's own folder where omitted.
+            token: of the hub; True for that of the login, which is the default.
+            local_files_only: nothing is downloaded.
 
         Raises:
             ValueError: no such folder or model, or one with a missing or foreign file.
         """
-        folder = find_model(str(source))
-        missing = [name for name in MODEL_FILES if not (folder / name).is_file()]
-        if missing:
-            raise ValueError(f"{source} is not a vlattn model folder: no {', '.join(missing)}")
+        hub = {"revision": revision, "cache_dir": cache_dir, "token": token}
+        folder = find_model(str(source), local_files_only=local_files_only, **hub)
         try:
             config = CaptionerConfig.from_dict(read_json(folder / "config.json"))
             preprocess = Preprocess.from_dict(read_json(folder / "preprocessor_config.json"))
@@ -380,22 +420,35 @@ class Captioner(nn.Module):
             raise ValueError(f"cannot load {source}: {reason[:300]}") from error
         return captioner.eval()
 
-    def push_to_hub(self, repo_id: str, **kwargs) -> str:
-        """Upload the model folder to the Hugging Face hub; needs a login there.
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        scores: str = "",
+        private: bool | None = None,
+        token: str | bool | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Upload the model folder to the Hugging Face hub; needs a login there, or a token.
 
         Args:
             repo_id: name of the model, "user/name"; made where it does not exist.
-            kwargs: passed to `huggingface_hub.HfApi.upload_folder`.
+            scores: see `save_pretrained`.
+            private: whether a model that is made is seen by you alone; as your account has it if
+                omitted.
+            token: of the hub; that of the login where omitted.
+            kwargs: `commit_message`, `revision`, `create_pr`, ...; see
+                `huggingface_hub.HfApi.upload_folder`.
 
         Returns:
             the address of the commit.
         """
         from huggingface_hub import HfApi
 
-        api = HfApi()
-        api.create_repo(repo_id, exist_ok=True)
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
         with TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
+            self.save_pretrained(folder, scores=scores)
             return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs).commit_url
 
     @contextmanager
@@ -406,6 +459,18 @@ class Captioner(nn.Module):
             yield
         finally:
             self.train(training)
+
+
+def _make_projection(memory: str, encoder_dim: int, dim: int) -> nn.Module:
+    if memory == "plain":
+        return nn.Identity()
+    if memory == "linear":
+        return nn.Linear(encoder_dim, dim)
+    if memory == "normed":
+        return nn.Sequential(
+            nn.LayerNorm(encoder_dim), nn.Linear(encoder_dim, dim), nn.LayerNorm(dim)
+        )
+    raise ValueError(f"memory must be 'normed', 'linear' or 'plain', got {memory!r}")
 
 
 def _make_encoder(config: CaptionerConfig, pretrained: bool) -> ViT | TimmEncoder:
@@ -425,8 +490,12 @@ def _make_encoder(config: CaptionerConfig, pretrained: bool) -> ViT | TimmEncode
         dim=config.encoder_dim,
         depth=config.encoder_depth,
         num_heads=config.encoder_heads,
+        mlp_ratio=config.encoder_mlp_ratio,
+        activation=config.encoder_activation,
+        norm_eps=config.encoder_norm_eps,
         positions=config.encoder_positions,
         num_registers=config.num_registers,
+        keep_registers=config.keep_registers,
         stem=config.stem,
         dropout=config.dropout,
     )

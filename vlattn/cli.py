@@ -1,4 +1,4 @@
-"""The `vlattn` command: train, evaluate, caption, demo.
+"""The `vlattn` command: train, evaluate, caption, demo, convert, export.
 
 Exit status 0 only when the work was done; a user's mistake is one line on stderr and status 2.
 """
@@ -92,6 +92,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(command)
     command.add_argument("--host", default="127.0.0.1")
     command.add_argument("--port", type=int, default=7860)
+
+    command = commands.add_parser("convert", help="make a model folder of another's captioner")
+    command.set_defaults(run=_convert)
+    command.add_argument(
+        "source", metavar="SOURCE", help="checkpoint of transformers: hub id or folder"
+    )
+    command.add_argument("out", metavar="OUT", help="the model folder")
+    command.add_argument("--revision", help="branch, tag or commit on the hub")
+
+    command = commands.add_parser("export", help="write a captioner as ONNX graphs")
+    command.set_defaults(run=_export)
+    _add_model(command)
+    command.add_argument("out", metavar="OUT", help="folder of the graphs")
+    command.add_argument("--int8", action="store_true", help="weights in a byte each")
     return parser
 
 
@@ -264,6 +278,23 @@ def _write_overlays(folder: Path, picture: str, caption: Any) -> None:
     for i, word in enumerate(caption.words):
         plain = "".join(char for char in word.text if char.isalnum()) or "sign"
         caption.overlay(i).save(folder / f"{picture}-{i + 1:02}-{plain[:40]}.png")
+
+
+def _export(model: str, out: str, int8: bool) -> None:
+    from vlattn.export import export_onnx
+
+    export_onnx(Captioner.from_pretrained(model), out, int8=int8)
+    print(f"the graphs are in {out}")
+
+
+def _convert(source: str, out: str, revision: str | None) -> None:
+    from vlattn.convert import convert
+
+    config = convert(source, out, revision=revision).config
+    print(
+        f"a {config.encoder} of {config.encoder_depth} blocks and a decoder of {config.depth}: "
+        f"the model is in {out}"
+    )
 
 
 def _demo(model: str, host: str, port: int) -> None:

@@ -16,7 +16,7 @@ def option(default: Any, help: str) -> Any:
 class CaptionerConfig:
     """The sizes and kinds of a captioner; saved as `config.json`.
 
-    More on each is in `ViT` (the settings up to `stem`) and `TextDecoder` (those after it).
+    More on each is in `ViT` (the settings up to `stem`) and `TextDecoder` (those after `memory`).
     """
 
     encoder: str = option("vit", "'vit', our own, or 'timm:<name>', any model of timm")
@@ -27,9 +27,18 @@ class CaptionerConfig:
     encoder_dim: int = option(128, "width of the vit")
     encoder_depth: int = option(2, "blocks of the vit")
     encoder_heads: int = option(4, "attention heads of the vit")
+    encoder_mlp_ratio: float = option(4.0, "width of the vit's MLPs over its own")
+    encoder_activation: Literal["gelu", "gelu_tanh", "relu"] = option("gelu", "of the vit's MLPs")
+    encoder_norm_eps: float | None = option(None, "of the vit's norms; LayerNorm's own if not set")
     encoder_positions: Literal["learned", "sine"] = option("sine", "positions of the vit")
     num_registers: int = option(0, "register tokens of the vit")
+    keep_registers: bool = option(False, "words attend to the register tokens of the vit too")
     stem: bool = option(True, "patches of the vit by several small convolutions")
+    memory: Literal["normed", "linear", "plain"] = option(
+        "normed",
+        "what words attend to: the encoder's features in the decoder's width, between two norms "
+        "and with places; just in the decoder's width; or as they are",
+    )
     attention: Literal["additive", "scaled_dot_product"] = option(
         "scaled_dot_product", "the cross-attention"
     )
@@ -40,14 +49,22 @@ class CaptionerConfig:
     mlp_ratio: float = option(4.0, "width of the decoder's MLPs over its own")
     norm: Literal["layer", "rms"] = option("layer", "LayerNorm or RMSNorm")
     norm_first: bool = option(True, "pre-norm; else post-norm")
+    norm_eps: float | None = option(None, "of the norms; their own if not set")
+    activation: Literal["gelu", "gelu_tanh", "relu"] = option("gelu_tanh", "of the decoder's MLPs")
+    embed_norm: bool = option(False, "a norm after the embeddings")
     positions: Literal["learned", "rotary"] = option("learned", "positions of the words")
     max_len: int = option(64, "longest caption in tokens, begin included")
     tie_embeddings: bool = option(True, "logits by the token embeddings")
+    head_layer: Literal["gelu", "gelu_tanh", "relu"] | None = option(
+        None, "a layer with this activation before the logits, as BERT has"
+    )
+    head_bias: bool = option(False, "logits with a bias")
     dropout: float = option(0.1, "on the decoder's residual branches and the memory")
     attention_dropout: float = option(0.0, "on the weights of cross-attention")
 
     def __post_init__(self):
-        for name in ("encoder_dim", "encoder_depth", "dim", "depth", "mlp_ratio", "max_len"):
+        positive = ("encoder_dim", "encoder_depth", "encoder_mlp_ratio")
+        for name in (*positive, "dim", "depth", "mlp_ratio", "max_len"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.num_registers < 0:
@@ -79,6 +96,9 @@ class TrainConfig:
     layout: str = option("auto", "layout of the data set; found by looking")
     image_column: str | None = option(None, "column of a table that names the picture")
     caption_column: str | None = option(None, "column of a table that holds the caption")
+    init: str | None = option(
+        None, "model folder or hub id to go on from, with its sizes and vocabulary"
+    )
     captioner: CaptionerConfig = field(default_factory=CaptionerConfig)
     encoder_weights: str | None = option(None, "safetensors file of a timm encoder's weights")
     pretrained: bool = option(False, "load timm's weights of the encoder from the hub")
@@ -105,7 +125,9 @@ class TrainConfig:
         16, "batches whose pictures are sorted by length together, to save padding; 1: unsorted"
     )
     learning_rate: float = option(1e-3, "highest rate, reached after the warm-up")
-    encoder_rate: float = option(0.1, "rate of a timm encoder that learns, over learning_rate")
+    encoder_rate: float = option(
+        0.1, "rate of an encoder that learnt before (of timm, or of init), over learning_rate"
+    )
     warmup_steps: int = option(300, "steps over which the rate grows from zero")
     weight_decay: float = option(0.05, "of AdamW")
     clip_norm: float = option(1.0, "longest gradient")
@@ -153,6 +175,8 @@ class TrainConfig:
                 raise ValueError(
                     f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
                 )
+        if self.init is not None and self.captioner != CaptionerConfig():
+            raise ValueError("init has sizes and kinds of its own: give no others")
         if self.encoder_weights is not None and not self.captioner.encoder.startswith("timm:"):
             raise ValueError(
                 "encoder_weights are for an encoder of timm, "

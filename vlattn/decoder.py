@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlattn.attention import ATTENTIONS, KeyValue, KVCache, ScaledDotProductAttention, causal_mask
-
-NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+from vlattn.layers import ACTIVATIONS, NORMS, make_activation, make_norm
 
 
 class DecoderOutput(NamedTuple):
@@ -48,11 +47,14 @@ class DecoderBlock(nn.Module):
 
     Args:
         dim: width.
+        memory_dim: width of the memory that cross-attention reads.
         num_heads: heads of both attentions.
         num_kv_heads: key/value heads of both; see `CrossAttention`.
         attention: the cross-attention, a key of `ATTENTIONS`.
         mlp_ratio: width of the MLP over `dim`.
+        activation: of the MLP, a key of `ACTIVATIONS`.
         norm: "layer" or "rms".
+        norm_eps: added in the norms' square roots; their own where None.
         norm_first: pre-norm (Xiong et al., ICML 2020); False: post-norm, as in Vaswani et al.
         rotary: rotary positions in self-attention.
         dropout: on each residual branch.
@@ -62,12 +64,15 @@ class DecoderBlock(nn.Module):
     def __init__(
         self,
         dim: int,
+        memory_dim: int,
         num_heads: int,
         *,
         num_kv_heads: int | None,
         attention: str,
         mlp_ratio: float,
+        activation: str,
         norm: str,
+        norm_eps: float | None,
         norm_first: bool,
         rotary: bool,
         dropout: float,
@@ -79,13 +84,17 @@ class DecoderBlock(nn.Module):
             dim, num_heads=num_heads, num_kv_heads=num_kv_heads
         )
         self.cross_attn = ATTENTIONS[attention](
-            dim, num_heads=num_heads, num_kv_heads=num_kv_heads, dropout=attention_dropout
+            dim,
+            memory_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            dropout=attention_dropout,
         )
-        hidden_dim = int(mlp_ratio * dim)
+        hidden_dim = round(mlp_ratio * dim)
         self.mlp = nn.Sequential(
-            nn.Linear(dim, hidden_dim), nn.GELU(approximate="tanh"), nn.Linear(hidden_dim, dim)
+            nn.Linear(dim, hidden_dim), make_activation(activation), nn.Linear(hidden_dim, dim)
         )
-        self.norm1, self.norm2, self.norm3 = (NORMS[norm](dim) for _ in range(3))
+        self.norm1, self.norm2, self.norm3 = (make_norm(norm, dim, norm_eps) for _ in range(3))
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -127,8 +136,8 @@ class DecoderBlock(nn.Module):
         """All captions of a picture read its one memory: their queries stand in one row."""
         rows, num_tokens, dim = x.shape
         num_images = memory.key.size(0)
-        num_captions, rest = divmod(rows, max(num_images, 1))
-        if rest:
+        num_captions = rows // max(num_images, 1)
+        if rows != num_captions * num_images:
             raise ValueError(
                 f"rows of tokens must be a multiple of the {num_images} pictures in the cache, "
                 f"got {rows}"
@@ -146,13 +155,18 @@ class TextDecoder(nn.Module):
 
     Args:
         vocab_size: tokens of the vocabulary.
-        dim: width; the memory that it reads has the same.
+        dim: width.
+        memory_dim: width of the memory that it reads; `dim` where omitted.
         depth: number of blocks.
         max_len: longest text in tokens, the begin token included.
         positions: "learned" or "rotary".
+        embed_norm: a norm after the embeddings.
         tie_embeddings: logits are products with the token embeddings (Press and Wolf, EACL 2017).
-        num_heads, num_kv_heads, attention, mlp_ratio, norm, norm_first, dropout,
-            attention_dropout: see `DecoderBlock`.
+        head_layer: activation of a layer that stands, with a norm, before the logits (Devlin et
+            al., "BERT", NAACL 2019); none where omitted.
+        head_bias: logits have a bias.
+        num_heads, num_kv_heads, attention, mlp_ratio, activation, norm, norm_eps, norm_first,
+            dropout, attention_dropout: see `DecoderBlock`.
     """
 
     def __init__(
@@ -160,22 +174,29 @@ class TextDecoder(nn.Module):
         vocab_size: int,
         *,
         dim: int = 256,
+        memory_dim: int | None = None,
         depth: int = 3,
         num_heads: int = 8,
         num_kv_heads: int | None = None,
         attention: str = "scaled_dot_product",
         mlp_ratio: float = 4.0,
+        activation: str = "gelu_tanh",
         norm: str = "layer",
+        norm_eps: float | None = None,
         norm_first: bool = True,
         positions: str = "learned",
         max_len: int = 64,
+        embed_norm: bool = False,
         tie_embeddings: bool = True,
+        head_layer: str | None = None,
+        head_bias: bool = False,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
     ):
         super().__init__()
         _check_choice("attention", attention, ATTENTIONS)
         _check_choice("norm", norm, NORMS)
+        _check_choice("activation", activation, ACTIVATIONS)
         _check_choice("positions", positions, ("learned", "rotary"))
         self.max_len = max_len
         self.embed = nn.Embedding(vocab_size, dim)
@@ -187,14 +208,18 @@ class TextDecoder(nn.Module):
                 f"got dim={dim}, num_heads={num_heads}"
             )
         self.positions = None if rotary else nn.Parameter(0.02 * torch.randn(max_len, dim))
+        self.embed_norm = make_norm(norm, dim, norm_eps) if embed_norm else nn.Identity()
         self.blocks = nn.ModuleList(
             DecoderBlock(
                 dim,
+                dim if memory_dim is None else memory_dim,
                 num_heads,
                 num_kv_heads=num_kv_heads,
                 attention=attention,
                 mlp_ratio=mlp_ratio,
+                activation=activation,
                 norm=norm,
+                norm_eps=norm_eps,
                 norm_first=norm_first,
                 rotary=rotary,
                 dropout=dropout,
@@ -202,12 +227,19 @@ class TextDecoder(nn.Module):
             )
             for _ in range(depth)
         )
-        self.norm = NORMS[norm](dim) if norm_first else nn.Identity()
+        self.norm = make_norm(norm, dim, norm_eps) if norm_first else nn.Identity()
+        self.head_layer = nn.Identity()
+        if head_layer is not None:
+            _check_choice("head_layer", head_layer, ACTIVATIONS)
+            self.head_layer = nn.Sequential(
+                nn.Linear(dim, dim), make_activation(head_layer), make_norm(norm, dim, norm_eps)
+            )
         self.head = None if tie_embeddings else nn.Linear(dim, vocab_size, bias=False)
+        self.head_bias = nn.Parameter(torch.zeros(vocab_size)) if head_bias else None
         self.dropout = nn.Dropout(dropout)
 
     def start(self, memory: Tensor, *, cache_dtype: torch.dtype | None = None) -> KVCache:
-        """A cache to write with: the memory (B, N, D) is projected once per picture and layer.
+        """A cache to write with: memory (B, N, memory_dim) is projected once per picture and layer.
 
         Args:
             cache_dtype: what the cache keeps its numbers in; see `KVCache`.
@@ -238,19 +270,20 @@ class TextDecoder(nn.Module):
             ValueError: a text would be longer than `max_len`, or there is no such layer.
         """
         wanted = self._layers(need_weights)
-        start, num_tokens = len(cache), tokens.size(1)
+        num_tokens = tokens.size(1)
         if places is None:
+            start = len(cache)
             if start + num_tokens > self.max_len:
                 raise ValueError(
                     f"tokens must not go past max_len={self.max_len}, got {start + num_tokens}"
                 )
             places = torch.arange(start, start + num_tokens, device=tokens.device)[None]
         if mask is None and num_tokens > 1:
-            mask = causal_mask(num_tokens, start + num_tokens, device=tokens.device)
+            mask = causal_mask(num_tokens, len(cache) + num_tokens, device=tokens.device)
         x = self.embed(tokens)  # (R, T, D)
         if self.positions is not None:
             x = x + self.positions[places]
-        x = self.dropout(x)
+        x = self.dropout(self.embed_norm(x))
         seen = {}
         for layer, block in enumerate(self.blocks):
             x, seen[layer] = block(x, cache, layer, places, mask, layer in wanted)
@@ -269,8 +302,19 @@ class TextDecoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) hidden states to (..., V)."""
-        head = self.embed if self.head is None else self.head
-        return F.linear(hidden, head.weight)
+        weight = (self.embed if self.head is None else self.head).weight
+        hidden = self.head_layer(hidden)
+        if _few_rows(hidden):  # up to four times faster the other way round
+            logits = (weight @ hidden.T).T.contiguous()
+            return logits if self.head_bias is None else logits + self.head_bias
+        return F.linear(hidden, weight, self.head_bias)
+
+
+def _few_rows(x: Tensor) -> bool:
+    """Whether a product of x (R, D) with a large matrix is slow as PyTorch does it on a CPU."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    return x.dim() == 2 and 1 < len(x) <= 8
 
 
 def _check_choice(name: str, value: str, choices) -> None:

@@ -1,6 +1,7 @@
 """Image encoders: pictures to patch tokens.
 
-B batch, S_h, S_w sides of the input, gh, gw patches per side, N = gh * gw patches, D width.
+B batch, S_h, S_w sides of the input, gh, gw patches per side, N = gh * gw patches, P tokens before
+them that have no place in the picture, D width.
 """
 
 from pathlib import Path
@@ -13,16 +14,23 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vlattn.attention import ScaledDotProductAttention
+from vlattn.layers import make_activation, make_norm
 
 
 class PatchFeatures(NamedTuple):
-    """What an encoder returns: tokens (B, N, D), row by row, and the grid (gh, gw), N = gh * gw.
+    """What an encoder returns: tokens (B, P + N, D), patches row by row, and the grid (gh, gw).
 
-    Class and register tokens are not among them.
+    P is 0 but for an encoder that keeps its class or register tokens: words may attend to these
+    too, and no map shows them.
     """
 
     tokens: Tensor
     grid_size: tuple[int, int]
+
+    @property
+    def num_prefix(self) -> int:
+        """P, the tokens before the patches."""
+        return self.tokens.size(1) - self.grid_size[0] * self.grid_size[1]
 
 
 class PatchEmbed(nn.Module):
@@ -86,26 +94,40 @@ class PatchPositions(nn.Module):
         self.table = nn.Parameter(0.02 * torch.randn(num_patches, dim)) if learned else None
 
     def forward(self, features: PatchFeatures) -> Tensor:
-        """(B, N, D) tokens with their positions."""
-        tokens, grid_size = features
+        """(B, P + N, D) tokens with the positions of the patches."""
+        places = self._places(features.grid_size, features.tokens)  # (N, D)
+        return features.tokens + F.pad(places, (0, 0, features.num_prefix, 0))
+
+    def _places(self, grid_size: tuple[int, int], tokens: Tensor) -> Tensor:
         if self.table is None:
-            return tokens + sine_positions(grid_size, tokens.size(-1)).to(tokens)
+            return sine_positions(grid_size, tokens.size(-1)).to(tokens)
         if grid_size == self.grid_size:
-            return tokens + self.table
+            return self.table
         grid = self.table.T.unflatten(1, self.grid_size)[None]  # (1, D, gh, gw)
         grid = F.interpolate(grid, grid_size, mode="bicubic", antialias=True)
-        return tokens + grid[0].flatten(1).T
+        return grid[0].flatten(1).T
 
 
 class ViTBlock(nn.Module):
     """Self-attention and MLP, each in a pre-norm residual branch."""
 
-    def __init__(self, dim: int, num_heads: int, mlp_ratio: float, dropout: float):
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        mlp_ratio: float,
+        activation: str,
+        norm_eps: float | None,
+        dropout: float,
+    ):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.norm1, self.norm2 = (make_norm("layer", dim, norm_eps) for _ in range(2))
         self.self_attn = ScaledDotProductAttention(dim, num_heads=num_heads)
-        hidden_dim = int(mlp_ratio * dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, dim))
+        hidden_dim = round(mlp_ratio * dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, hidden_dim), make_activation(activation), nn.Linear(hidden_dim, dim)
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,8 +149,12 @@ class ViT(nn.Module):
         depth: number of blocks.
         num_heads: attention heads.
         mlp_ratio: width of the MLP over `dim`.
+        activation: of the MLP, a key of `ACTIVATIONS`.
+        norm_eps: added to the variance in the norms; LayerNorm's own where omitted.
         positions: "learned" or "sine".
-        num_registers: tokens without a place, which the patches may use as scratch space.
+        num_registers: tokens without a place, which the patches may use as scratch space; a class
+            token is one of them.
+        keep_registers: they stand before the patches in what is returned.
         stem: patches by strided convolutions (see `PatchEmbed`).
         dropout: on each residual branch.
     """
@@ -142,8 +168,11 @@ class ViT(nn.Module):
         depth: int = 4,
         num_heads: int = 4,
         mlp_ratio: float = 4.0,
+        activation: str = "gelu",
+        norm_eps: float | None = None,
         positions: str = "learned",
         num_registers: int = 0,
+        keep_registers: bool = False,
         stem: bool = False,
         dropout: float = 0.0,
     ):
@@ -156,19 +185,28 @@ class ViT(nn.Module):
         self.grid_size = tuple(side // patch_size for side in image_size)
         self.positions = PatchPositions(self.grid_size, dim, learned=positions == "learned")
         self.registers = nn.Parameter(0.02 * torch.randn(num_registers, dim))
+        self.num_left_out = 0 if keep_registers else num_registers
         self.blocks = nn.ModuleList(
-            ViTBlock(dim, num_heads, mlp_ratio, dropout) for _ in range(depth)
+            ViTBlock(
+                dim,
+                num_heads,
+                mlp_ratio=mlp_ratio,
+                activation=activation,
+                norm_eps=norm_eps,
+                dropout=dropout,
+            )
+            for _ in range(depth)
         )
-        self.norm = nn.LayerNorm(dim)
+        self.norm = make_norm("layer", dim, norm_eps)
 
     def forward(self, pixels: Tensor) -> PatchFeatures:
-        """Pixels (B, 3, S_h, S_w) to patch tokens (B, N, D)."""
+        """Pixels (B, 3, S_h, S_w) to tokens (B, P + N, D)."""
         patches = self.patch_embed(pixels)
-        registers = self.registers.expand(len(pixels), -1, -1)
+        registers = self.registers.expand(pixels.size(0), -1, -1)
         x = torch.cat([registers, self.positions(patches)], dim=1)
         for block in self.blocks:
             x = block(x)
-        return PatchFeatures(self.norm(x)[:, self.registers.size(0) :], patches.grid_size)
+        return PatchFeatures(self.norm(x)[:, self.num_left_out :], patches.grid_size)
 
 
 class TimmEncoder(nn.Module):

@@ -6,7 +6,7 @@ B pictures, K beams, V vocabulary, L layers, H heads, gh, gw grid of patches.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,14 @@ class Hypothesis(NamedTuple):
     finished: bool
 
 
+class _Beam(NamedTuple):
+    """A text that goes on, its log-probability, and the row of the last call that it continues."""
+
+    tokens: list[int]
+    total: float
+    row: int
+
+
 def beam_search(
     step: Step,
     batch_size: int,
@@ -39,6 +47,7 @@ def beam_search(
     max_len: int,
     num_beams: int = 3,
     length_penalty: float = 1.0,
+    early_stopping: bool | Literal["never"] | None = None,
     no_repeat_ngram: int | None = None,
     num_return: int = 1,
 ) -> list[list[Hypothesis]]:
@@ -49,9 +58,16 @@ def beam_search(
     texts that win. A text that ends gives up its beam; a picture is done when no beam is left, or
     when none that is left could still be among the `num_return` best.
 
+    With `early_stopping` the rules are those of the transformers library's `generate`: the beam of
+    a text that ends goes to the next best text; a picture is done when it has `num_beams` ended
+    texts (True), and no text that goes on has a better score than the worst of them, as it is
+    (False) or with the same log-probability at `max_len` ("never"); texts cut at `max_len` count
+    as ended.
+
     Args:
         step: the model, one token at a time.
         batch_size: number of pictures B; their rows are apart, so that none depends on another.
+            All that are not done have the same number of rows, one picture after the other.
         bos_id, eos_id: begin and end tokens.
         banned: tokens that are never written.
         max_len: most tokens of a text, its end token counted.
@@ -62,7 +78,7 @@ def beam_search(
 
     Returns:
         per picture at most `num_return` different texts (fewer where the vocabulary allows no
-        more), best first; unfinished ones only after all finished ones.
+        more), best first; unfinished ones only after all finished ones unless they count as ended.
     """
     _check_at_least("max_len", max_len, 1)
     _check_at_least("num_beams", num_beams, 1)
@@ -70,55 +86,62 @@ def beam_search(
         _check_at_least("no_repeat_ngram", no_repeat_ngram, 1)
     if not 0 <= length_penalty <= 10:  # a power of the length: more goes past what floats hold
         raise ValueError(f"length_penalty must be 0 to 10, got {length_penalty}")
+    if early_stopping not in (None, True, False, "never"):
+        raise ValueError(
+            f"early_stopping must be True, False, 'never' or None, got {early_stopping!r}"
+        )
     if not 1 <= num_return <= num_beams:
         raise ValueError(f"num_return must be 1 to num_beams={num_beams}, got {num_return}")
-    finished: list[list[Hypothesis]] = [[] for _ in range(batch_size)]
+    refill = early_stopping is not None
+    wanted = num_beams if refill else num_return
+    found: list[list[Hypothesis]] = [[] for _ in range(batch_size)]
+    beams = [[_Beam([], 0.0, picture)] for picture in range(batch_size)]  # best first
     banned = torch.tensor(banned, dtype=torch.long)
-    rows = torch.arange(batch_size)
-    tokens = torch.full((batch_size,), bos_id)
-    texts = torch.empty(batch_size, 1, 0, dtype=torch.long)  # (B, beams, t)
-    scores = torch.zeros(batch_size, 1)  # (B, beams); -inf where a beam is no more
-    width = torch.full((batch_size,), num_beams)  # beams left per picture
     for length in range(1, max_len + 1):
-        beams = scores.size(1)
-        logprobs = _logprobs(step(tokens, rows), banned)
-        if no_repeat_ngram is not None:
-            logprobs = without_repeats(logprobs, texts.flatten(0, 1), no_repeat_ngram)
-        totals = scores[..., None] + logprobs.unflatten(0, scores.shape)
-        vocab_size = totals.size(-1)
-        totals = totals.flatten(1)  # (B, beams * V)
-        scores, index = totals.topk(min(num_beams, totals.size(1)), dim=1)
-        parents, new = index // vocab_size, index % vocab_size  # (B, beams)
-        past = texts.gather(1, parents[..., None].expand(-1, -1, texts.size(2)))
-        texts = torch.cat([past, new[..., None]], dim=2)  # (B, beams, t)
-
-        alive = (torch.arange(scores.size(1)) < width[:, None]) & scores.isfinite()
-        ended = alive & (new == eos_id)
-        for picture, beam in ended.nonzero().tolist():
-            score = scores[picture, beam].item() / length**length_penalty
-            text = texts[picture, beam, :-1].tolist()
-            finished[picture].append(Hypothesis(text, score, True))
-        width = width - ended.sum(1)
-        scores = scores.masked_fill(~alive | ended, -torch.inf)
-        reachable = scores.amax(1) / float(max_len) ** length_penalty
-        stopped = (width == 0) | (reachable <= _nth_best(finished, num_return))
-        scores = scores.masked_fill(stopped[:, None], -torch.inf)
-        if not scores.isfinite().any():
+        last, penalty = length == max_len, float(length) ** length_penalty
+        live = [picture for picture in range(batch_size) if beams[picture]]
+        if not live:
             break
-        first_rows = torch.arange(batch_size)[:, None] * beams  # of each picture, in the last call
-        rows, tokens = (first_rows + parents).flatten(), new.flatten()
-    for picture, found in enumerate(finished):
-        found.sort(key=lambda hypothesis: -hypothesis.score)
-        for text, total in zip(texts[picture].tolist(), scores[picture].tolist()):
-            if total > -torch.inf:
-                found.append(Hypothesis(text, total / length**length_penalty, False))
-    return [found[:num_return] for found in finished]
+        width = max(len(beams[picture]) for picture in live)
+        rows = [beam for picture in live for beam in _filled(beams[picture], width)]
+        tokens = torch.tensor([beam.tokens[-1] if beam.tokens else bos_id for beam in rows])
+        logprobs = _logprobs(step(tokens, torch.tensor([beam.row for beam in rows])), banned)
+        if no_repeat_ngram is not None:
+            texts = torch.tensor([beam.tokens for beam in rows], dtype=torch.long)
+            logprobs = without_repeats(logprobs, texts, no_repeat_ngram)
+        looked = num_beams * (2 if refill and not last else 1)
+        logprobs, words = (x.cpu() for x in likeliest(logprobs, looked))  # (R, k)
+        totals = logprobs + torch.tensor([beam.total for beam in rows])[:, None]
+        totals = totals.reshape(len(live), -1)  # (pictures, width * k)
+        totals, places = totals.topk(min(looked, totals.size(1)))
+        words = words.reshape(len(live), -1).gather(1, places).tolist()
+        parents = (places // logprobs.size(1) + width * torch.arange(len(live))[:, None]).tolist()
+
+        for picture, *candidates in zip(live, totals.tolist(), words, parents):
+            free = num_beams if refill else num_beams - len(found[picture])
+            texts = []
+            for rank, (total, token, row) in enumerate(zip(*candidates)):
+                if total == -math.inf or len(texts) == free or (not refill and rank == free):
+                    break
+                if token != eos_id:
+                    texts.append(_Beam([*rows[row].tokens, token], total, row))
+                elif rank < free:
+                    found[picture].append(Hypothesis(rows[row].tokens, total / penalty, True))
+            best = sorted(found[picture], key=lambda h: -h.score)[:num_beams]
+            if texts and len(best) >= wanted and not last:
+                horizon = penalty if early_stopping is False else float(max_len) ** length_penalty
+                if early_stopping is True or texts[0].total / horizon <= best[wanted - 1].score:
+                    texts = []
+            found[picture], beams[picture] = best, texts
+    for picture, texts in enumerate(beams):
+        found[picture] += [Hypothesis(b.tokens, b.total / penalty, False) for b in texts]
+        found[picture].sort(key=lambda h: (not refill and not h.finished, -h.score))
+    return [best[:num_return] for best in found]
 
 
-def _nth_best(finished: list[list[Hypothesis]], n: int) -> Tensor:
-    """Per picture the score of its n-th best text; -inf where it has fewer."""
-    scores = [sorted((h.score for h in found), reverse=True) for found in finished]
-    return torch.tensor([s[n - 1] if len(s) >= n else -torch.inf for s in scores])
+def _filled(beams: list[_Beam], width: int) -> list[_Beam]:
+    """As many beams as asked for; those that are added can never win."""
+    return beams + [beams[0]._replace(total=-math.inf)] * (width - len(beams))
 
 
 def sample(
@@ -164,7 +187,7 @@ def sample(
     ended = torch.zeros(batch_size, dtype=torch.bool)
     lengths = torch.zeros(batch_size)
     while texts.size(1) < max_len and not ended.all():
-        logprobs = _logprobs(step(tokens, rows), banned)
+        logprobs = _logprobs(step(tokens, rows), banned).cpu()
         if no_repeat_ngram is not None:  # what an ended row draws is not read
             new = without_repeats(logprobs, texts, no_repeat_ngram)
             logprobs = torch.where(ended[:, None], logprobs, new)
@@ -189,10 +212,28 @@ def sample(
 
 def _logprobs(logits: Tensor, banned: Tensor) -> Tensor:
     """(R, V) under the model's own distribution, and -inf for banned tokens."""
-    logprobs = logits.float().cpu().log_softmax(-1)
-    if logprobs.isnan().any():
+    logprobs = logits.float().log_softmax(-1)
+    if logprobs.amax(-1).isnan().any():
         raise ValueError("the model's logits are NaN or infinite: so are its weights or its input")
-    return logprobs.index_fill(1, banned, -torch.inf)
+    return logprobs.index_fill_(1, banned.to(logits.device), -torch.inf)
+
+
+def likeliest(logprobs: Tensor, count: int, *, block: int = 256) -> tuple[Tensor, Tensor]:
+    """The largest of each row (R, V), largest first, and their tokens: both (R, count or V).
+
+    Where the vocabulary is large, only the blocks with the largest values are looked into.
+    """
+    num_blocks, rest = divmod(logprobs.size(1), block)
+    if num_blocks < 16 * count:
+        return logprobs.topk(min(count, logprobs.size(1)))
+    blocks = logprobs[:, : num_blocks * block].unflatten(1, (num_blocks, block))
+    chosen = blocks.amax(-1).topk(count).indices  # (R, count)
+    inside = blocks.gather(1, chosen[..., None].expand(-1, -1, block)).flatten(1)
+    values, places = torch.cat([inside, logprobs[:, num_blocks * block :]], dim=1).topk(count)
+    tokens = torch.arange(block, device=chosen.device) + chosen[..., None] * block
+    after = torch.arange(rest, device=chosen.device) + num_blocks * block
+    tokens = torch.cat([tokens.flatten(1), after.expand(len(chosen), -1)], dim=1)
+    return values, tokens.gather(1, places)
 
 
 def without_repeats(logprobs: Tensor, texts: Tensor, size: int) -> Tensor:
@@ -227,6 +268,12 @@ def _check_at_least(name: str, value: float, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def shown(maps: Tensor) -> Tensor:
+    """(words, gh, gw) that sum to 1: the mean of layers and heads of (words, L, H, gh, gw)."""
+    mean = maps.mean((1, 2))
+    return mean / mean.sum((-2, -1), keepdim=True)
+
+
 @dataclass(frozen=True)
 class Word:
     """A word of a caption, with the white space before it.
@@ -251,7 +298,7 @@ class Caption:
         text: the caption; the words' texts joined.
         words: its words, in order.
         layer_attention: (words, L, H, gh, gw) cross-attention that wrote each word, the mean over
-            its tokens.
+            its tokens; each map sums to the share of the picture's patches, mostly 1.
         attention: (words, gh, gw) the map that is shown for each word; it sums to 1.
         score: see `beam_search`.
         finished: whether the end token was reached.
@@ -273,7 +320,7 @@ class Caption:
         maps = self.layer_attention  # (words, L, H, gh, gw)
         maps = maps if layer is None else maps[:, [layer]]
         maps = maps if head is None else maps[:, :, [head]]
-        return replace(self, attention=maps.mean((1, 2)))
+        return replace(self, attention=shown(maps))
 
     def heatmap(self, word: int) -> np.ndarray:
         """Map of a word over the original picture: sum 1, NaN where the model saw nothing.

@@ -269,14 +269,24 @@ class Preprocess:
             middle, "pad" fits the whole picture and fills the rest with `mean`.
         mean: subtracted from the RGB values, which lie in 0..1.
         std: divides what is left.
+        resample: how pixels between the picture's are found, "bicubic" or "bilinear".
+        share: of each side of what would be seen, around its middle, that is seen.
     """
 
     size: tuple[int, int] = (224, 224)
     mode: Literal["squeeze", "crop", "pad"] = "squeeze"
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    resample: Literal["bicubic", "bilinear"] = "bicubic"
+    share: float = 1.0
 
     def __post_init__(self):
+        if self.resample not in ("bicubic", "bilinear"):
+            raise ValueError(f"resample must be 'bicubic' or 'bilinear', got {self.resample!r}")
+        if not 0 < self.share <= 1 or (self.mode == "pad" and self.share < 1):
+            raise ValueError(
+                f"share must be above 0 and at most 1, and 1 for mode 'pad', got {self.share}"
+            )
         sides = self.size if isinstance(self.size, tuple) else ()
         if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
             raise ValueError(f"size must be a pair (S_h, S_w) of positive int, got {self.size}")
@@ -314,7 +324,12 @@ class Preprocess:
             x, y = (columns - w) // 2, (rows - h) // 2
             sx, sy = width / w, height / h
             box = (-x * sx, -y * sy, (columns - x) * sx, (rows - y) * sy)
-        resized = image.resize((w, h), Image.Resampling.BICUBIC, box=seen, reducing_gap=3.0)
+        if self.share < 1:
+            left, top, right, bottom = seen
+            dx, dy = ((1 - self.share) / 2 * side for side in (right - left, bottom - top))
+            box = seen = (left + dx, top + dy, right - dx, bottom - dy)
+        how = Image.Resampling[self.resample.upper()]
+        resized = image.resize((w, h), how, box=seen, reducing_gap=3.0)
         pixels = torch.zeros(3, rows, columns)  # 0 is what `mean` becomes
         region = pixels[:, y : y + h, x : x + w]
         region.copy_(torch.from_numpy(np.asarray(resized, np.float32)).permute(2, 0, 1)).div_(255)

@@ -1,6 +1,7 @@
 """Model folders: the files that a captioner is saved as."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,34 @@ from vlattn.files import write_aside
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json")
 
 
-def find_model(source: str) -> Path:
-    """The folder itself, or the one that a model of the Hugging Face hub is kept in.
+def find_model(source: str, **hub: Any) -> Path:
+    """A model folder, or the one that a model of the Hugging Face hub is kept in.
+
+    Args:
+        hub: see `find_folder`.
+
+    Raises:
+        ValueError: there is neither, or it is another software's; the message says what to do.
+    """
+    folder = find_folder(source, ("config.json",), **hub)
+    if kind := _foreign_kind(folder / "config.json"):
+        raise ValueError(
+            f"{source} is a checkpoint of {kind!r}: 'vlattn convert {source} OUT' makes a model "
+            "folder of it"
+        )
+    folder = find_folder(source, (*MODEL_FILES, "README.md"), **hub)
+    if missing := [name for name in MODEL_FILES if not (folder / name).is_file()]:
+        raise ValueError(f"{source} is not a vlattn model folder: no {', '.join(missing)}")
+    return folder
+
+
+def find_folder(source: str, patterns: Sequence[str], **hub: Any) -> Path:
+    """The folder itself, or the one that files of a model of the hub are kept in.
+
+    Args:
+        patterns: names of the files to download.
+        hub: `revision`, `cache_dir`, `token`, `local_files_only`; see `snapshot_download` of
+            huggingface_hub.
 
     Raises:
         ValueError: there is neither.
@@ -26,9 +53,17 @@ def find_model(source: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(source, allow_patterns=[*MODEL_FILES, "README.md"]))
+        return Path(snapshot_download(source, allow_patterns=list(patterns), **hub))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"no model folder {source}, and none of that name on the hub") from error
+
+
+def _foreign_kind(config: Path) -> str | None:
+    """What transformers calls a checkpoint of its own; None for anything else."""
+    try:
+        return read_json(config).get("model_type")
+    except (OSError, ValueError):  # the reader of the model folder says which
+        return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -62,8 +97,9 @@ def read_weights(path: Path, vocabulary: str) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}
 
 
-def model_card(config: CaptionerConfig, vocab_size: int) -> str:
+def model_card(config: CaptionerConfig, vocab_size: int, scores: str) -> str:
     """The README of a model folder, as the hub shows it."""
+    scores = f"\n{scores}\n" if scores else ""
     return f"""---
 library_name: vlattn
 pipeline_tag: image-to-text
@@ -73,7 +109,7 @@ pipeline_tag: image-to-text
 
 {config.encoder} encoder, {config.attention} cross-attention, {config.depth} decoder layers of width
 {config.dim}, {vocab_size} tokens.
-
+{scores}
 ```python
 from vlattn import Captioner
 

@@ -7,10 +7,18 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import tokenizers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from vlattn.files import write_aside
 
@@ -69,28 +77,35 @@ class Tokenizer:
     Captions are cut into words before tokens, so no token of a caption spans two. The control
     tokens <pad>, <bos>, <eos> and <unk> are no such words: a text that spells "<eos>" is "<",
     "eos", ">". Decoded text never shows them.
+
+    `Tokenizer.adopt` takes the tokenizer of another software, with its own control tokens and its
+    own rules for text; byte-level ones and WordPiece can be decoded here.
     """
 
     def __init__(self, library: tokenizers.Tokenizer):
         # The library looks for its "added tokens" inside text, so there must be none: the control
         # tokens are plain entries of the vocabulary, and no piece of text comes out as one of them.
-        spec = json.loads(library.to_str())
-        spec["added_tokens"] = []
-        self._library = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        self._spec = json.loads(library.to_str()) | {"added_tokens": [], "truncation": None}
+        bare = self._spec | {"padding": None}
+        self._library = tokenizers.Tokenizer.from_str(json.dumps(bare))
         ids = self._library.get_vocab()
-        foreign = [p for p in ids if p not in CONTROLS and not _BYTES.keys() >= set(p)]
-        if foreign or not ids.keys() >= {PAD, BOS, EOS}:
+        pad, bos, eos, controls = _controls(self._spec)
+        self._is_wordpiece = self._spec["model"]["type"] == "WordPiece"
+        foreign = [
+            piece
+            for piece in ids
+            if not (self._is_wordpiece or piece in controls or _BYTES.keys() >= set(piece))
+        ]
+        if foreign or not ids.keys() >= {pad, bos, eos}:
             raise ValueError(
-                f"the vocabulary must be byte-level with {PAD}, {BOS} and {EOS}, "
+                f"the vocabulary must be byte-level or WordPiece, with {pad}, {bos} and {eos}, "
                 f"got one of {len(ids)} entries such as {sorted(foreign or ids)[:5]}"
             )
         self.vocab_size: int = len(ids)
-        self.pad_id, self.bos_id, self.eos_id = ids[PAD], ids[BOS], ids[EOS]
-        self.unk_id: int | None = ids.get(UNK)  # None: nothing is unknown to bytes
-        self._bytes = {
-            i: b"" if piece in CONTROLS else bytes(_BYTES[char] for char in piece)
-            for piece, i in ids.items()
-        }
+        self.pad_id, self.bos_id, self.eos_id = ids[pad], ids[bos], ids[eos]
+        # None: nothing is unknown to bytes
+        self.unk_id: int | None = ids.get(self._spec["model"].get("unk_token"))
+        self.control_ids = frozenset(ids[piece] for piece in controls if piece in ids)
 
     @classmethod
     def train(
@@ -150,6 +165,44 @@ class Tokenizer:
         return cls(_reproducible(library) if kind == "unigram" else library)
 
     @classmethod
+    def adopt(
+        cls, spec: dict[str, Any], *, vocab_size: int, pad_id: int, bos_id: int, eos_id: int
+    ) -> "Tokenizer":
+        """The tokenizer of another software's captioner.
+
+        Args:
+            spec: JSON of the `tokenizers` library, as in a checkpoint's `tokenizer.json`.
+            vocab_size: rows of the captioner's embeddings; ids without a piece are control tokens.
+            pad_id, bos_id, eos_id: which pad, begin and end a text there; may be one and the same.
+
+        Raises:
+            ValueError: the captioner has fewer embeddings, or the vocabulary is of another kind.
+        """
+        added = {token["content"]: token for token in spec["added_tokens"]}
+        vocab = spec["model"]["vocab"] | {piece: token["id"] for piece, token in added.items()}
+        if isinstance(vocab, list) or max(vocab.values()) >= vocab_size:
+            raise ValueError(
+                f"tokenizer of {len(vocab)} entries does not belong to {vocab_size} embeddings"
+            )
+        controls = {piece for piece, token in added.items() if token["special"]}
+        pieces = {i: piece for piece, i in vocab.items()}
+        for i in range(vocab_size):
+            if i not in pieces:
+                pieces[i] = f"<no piece {i}>"
+                controls.add(pieces[i])
+        controls |= {pieces[i] for i in (pad_id, bos_id, eos_id)}
+        vocab = {pieces[i]: i for i in range(vocab_size)}
+        spec = spec | {"model": spec["model"] | {"vocab": vocab}}
+        spec |= {"added_tokens": [], "post_processor": None}
+        library = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        library.enable_padding(pad_id=pad_id, pad_token=pieces[pad_id])
+        library.post_processor = processors.TemplateProcessing(
+            single=[pieces[bos_id], "$A", pieces[eos_id]],
+            special_tokens=[(piece, vocab[piece]) for piece in sorted(controls)],
+        )
+        return cls(library)
+
+    @classmethod
     def load(cls, path: str | os.PathLike) -> "Tokenizer":
         """Reads what `save` wrote.
 
@@ -165,7 +218,8 @@ class Tokenizer:
     def save(self, path: str | os.PathLike) -> None:
         """Writes one JSON file of the `tokenizers` library."""
         with write_aside(path) as aside:
-            aside.write_text(self._library.to_str(pretty=True), encoding="utf-8")
+            content = json.dumps(self._spec, ensure_ascii=False, indent=2)
+            aside.write_text(content, encoding="utf-8")
 
     @property
     def digest(self) -> str:
@@ -179,7 +233,8 @@ class Tokenizer:
 
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
         """The ids of each text, as `encode` gives them; fast, on all processor cores."""
-        encodings = self._library.encode_batch_fast(list(map(_plain, texts)))
+        plain = list(map(_plain, texts))
+        encodings = self._library.encode_batch_fast(plain, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def unknown_rate(self, captions: Iterable[str]) -> float:
@@ -233,10 +288,36 @@ class Tokenizer:
 
     def _pieces(self, ids: Iterable[int]) -> list[bytes]:
         """The bytes of each id; none for a control token."""
-        try:
-            return [self._bytes[int(i)] for i in ids]
-        except KeyError as error:
-            raise ValueError(f"ids must be 0 to {self.vocab_size - 1}, got {error}") from None
+        pieces = []
+        for i in map(int, ids):
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"ids must be 0 to {self.vocab_size - 1}, got {i}")
+            pieces.append("" if i in self.control_ids else self._library.id_to_token(i))
+        if self._is_wordpiece:
+            return _spaced(pieces)
+        return [bytes(map(_BYTES.__getitem__, piece)) for piece in pieces]
+
+
+def _controls(spec: dict[str, Any]) -> tuple[str, str, str, set[str]]:
+    """Pad, begin and end token, and all that are no text."""
+    if spec["post_processor"] is None:  # our own
+        return PAD, BOS, EOS, set(CONTROLS)
+    template, special = (spec["post_processor"][key] for key in ("single", "special_tokens"))
+    bos, eos = (template[place]["SpecialToken"]["id"] for place in (0, -1))
+    return spec["padding"]["pad_token"], bos, eos, set(special)
+
+
+def _spaced(pieces: list[str]) -> list[bytes]:
+    """WordPiece: a space before each piece that begins a word or is a sign, as people write it."""
+    spaced, before = [], ""
+    for piece in pieces:
+        if piece.startswith("##"):
+            spaced.append(piece[2:].encode())
+        else:
+            joined = not piece or piece in ".,?!'" or before == "'"
+            spaced.append(f"{'' if joined else ' '}{piece}".encode())
+        before = piece or before
+    return spaced
 
 
 def _plain(text: str) -> str:

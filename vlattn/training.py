@@ -123,11 +123,11 @@ def train(config: TrainConfig) -> Captioner:
 
             last = progress.step == total_steps
             if last or _is_time_to_evaluate(progress.step, teacher_steps, steps_per_epoch, config):
-                score = _evaluate(averaged.module, dev, dev_records, log, progress.step)
+                score, told = _evaluate(averaged.module, dev, dev_records, log, progress.step)
                 if score >= progress.best:
                     progress.best = score
                     if accelerator.is_main_process:
-                        averaged.module.save_pretrained(out)
+                        averaged.module.save_pretrained(out, scores=told)
             if progress.step % config.checkpoint_every == 0 or last:
                 run.save(accelerator, progress)
     accelerator.wait_for_everyone()
@@ -217,6 +217,8 @@ def _fastest_precision(wanted: str) -> str:
 
 
 def _build(config: TrainConfig, out: Path, records: list[Record], resuming: bool) -> Captioner:
+    if config.init is not None:
+        return Captioner.from_pretrained(config.init)
     file = out / "tokenizer.json"
     if resuming and file.is_file():
         tokenizer = Tokenizer.load(file)
@@ -283,9 +285,10 @@ def _dataset(
 
 
 def _optimizer(config: TrainConfig, captioner: Captioner) -> torch.optim.Optimizer:
-    """AdamW; norms and biases do not decay, and a timm encoder learns at a rate of its own."""
+    """AdamW; norms and biases do not decay; an encoder that learnt before has its own rate."""
     encoder = captioner.encoder
-    pretrained = set(encoder.parameters()) if isinstance(encoder, TimmEncoder) else set()
+    learnt = isinstance(encoder, TimmEncoder) or config.init is not None
+    pretrained = set(encoder.parameters()) if learnt else set()
     groups = {}
     for p in captioner.parameters():
         if p.requires_grad:
@@ -374,8 +377,8 @@ def _is_time_to_evaluate(
 
 def _evaluate(
     captioner: Captioner, dev: CaptionDataset, records: list[Record], log: _Log, step: int
-) -> float:
-    """CIDEr on the dev split, of greedy captions; BLEU-4 where CIDEr is not defined.
+) -> tuple[float, str]:
+    """Of greedy captions of the dev split: CIDEr, or BLEU-4 where that is not defined; and a line.
 
     Args:
         dev: this process's share of the records.
@@ -383,10 +386,11 @@ def _evaluate(
     shares = gather_object([write_captions(captioner.eval(), dev, num_beams=1)])
     written = {name: text for share in shares for name, text in share.items()}
     if not written:
-        return 0.0
+        return 0.0, ""
     scores, habits = score_captions(written, records), Habits.of(written)
     log.write(f"step {step}: dev {scores}")
     if habits.is_collapsed:
         log.write(f"WARNING, hardly any caption tells pictures apart: {habits}")
     log.add(step, {"dev/cider": scores.cider, "dev/bleu_4": scores.bleu[3]})
-    return scores.bleu[3] if math.isnan(scores.cider) else scores.cider
+    score = scores.bleu[3] if math.isnan(scores.cider) else scores.cider
+    return score, f"Greedy captions of {len(written):,} pictures of the dev split: {scores}."

@@ -93,9 +93,26 @@ class KVCache:
         return self._unpack(tuple(room[:, :, :end] for room in past), new.key.dtype)
 
     def reorder(self, rows: Tensor) -> None:
-        """Row i continues what row `rows[i]` wrote; beams of one picture swap, the memory stays."""
+        """Row i continues what row `rows[i]` wrote; beams of one picture swap, the memory stays.
+
+        Args:
+            rows: (R,) rows of one picture after the other. The pictures that have none are no more;
+                the others have as many each, whatever it was before.
+        """
+        if not self._lengths or self._past[0] is None:
+            return
+        num_rows, num_images = self._past[0][0].size(0), self._memory[0][0].size(0)
+        if torch.equal(rows, torch.arange(num_rows, device=rows.device)):
+            return
+        images = (rows // (num_rows // num_images)).unique_consecutive()
+        device = self._past[0][0].device
+        if len(images) < num_images:
+            self._memory = [
+                tuple(x.index_select(0, images.to(device)) for x in memory)
+                for memory in self._memory
+            ]
         self._past = [
-            None if past is None else tuple(x.index_select(0, rows) for x in past)
+            None if past is None else tuple(x.index_select(0, rows.to(device)) for x in past)
             for past in self._past
         ]
 

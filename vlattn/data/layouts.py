@@ -14,6 +14,7 @@ from vlattn.data.readers import LAYOUTS, SPLITS, Entry, Source, find_files, pict
 from vlattn.data.records import DataError, Record, Report
 from vlattn.data.scenes import SPLITS as SCENES
 from vlattn.data.scenes import scenes
+from vlattn.data.shards import find_shards, read_shard, split_of
 
 
 def read_records(
@@ -29,7 +30,8 @@ def read_records(
     (and of its copies), so that pictures that are added later move no other.
 
     Args:
-        path: a folder, a table file, or "scenes" for the built-in data set.
+        path: a folder, a table file, a pattern of tar files (see `find_shards`), or "scenes" for
+            the built-in data set.
         layout: a name in `LAYOUTS`, or "auto" to look at what is there.
         image_column: column of a table that names the picture, where that is no common name.
         caption_column: column of a table that holds the caption, likewise.
@@ -37,11 +39,13 @@ def read_records(
     Raises:
         DataError: for an unknown layout, a missing path or column, or where nothing can be read.
     """
-    if layout not in ("auto", "scenes", *LAYOUTS):
-        valid = ", ".join(("auto", "scenes", *LAYOUTS))
+    if layout not in ("auto", "scenes", "webdataset", *LAYOUTS):
+        valid = ", ".join(("auto", "scenes", "webdataset", *LAYOUTS))
         raise DataError(f"layout must be one of {valid}; got {layout!r}")
     if layout == "scenes" or (layout == "auto" and str(path) == "scenes"):
         return _scenes()
+    if layout == "webdataset" or (layout == "auto" and _is_sharded(path)):
+        return _webdataset(path)
     root = Path(path).resolve()
     if not root.exists():
         raise DataError(f"there is no file or folder {str(root)!r}")
@@ -80,6 +84,36 @@ def _count(records: list[Record]) -> tuple[dict[str, int], dict[str, int]]:
 def _scenes() -> tuple[list[Record], Report]:
     records = [record for split in SCENES for record in scenes(split)]
     return records, Report("scenes (built in)", *_count(records))
+
+
+def _is_sharded(path: str | os.PathLike) -> bool:
+    """Whether shards are named, or in a folder that is of no other layout."""
+    root = Path(path)
+    other = root.is_dir() and any(layout.find(root) for layout in LAYOUTS.values())
+    return not other and bool(find_shards(path))
+
+
+def _webdataset(path: str | os.PathLike) -> tuple[list[Record], Report]:
+    """Splits are those that the shards' names begin with, where any does."""
+    shards = find_shards(path)
+    if not shards:
+        raise DataError(f"there are no shards (.tar) in {str(path)!r}")
+    found, skipped = [], []
+    for shard in shards:
+        found += [(split_of(shard), *sample) for sample in read_shard(shard, skipped)]
+    if not found:
+        raise DataError(f"no captioned pictures in the {len(shards):,} shards of {str(path)!r}")
+    own_splits = any(split for split, _, _ in found)
+    drawn = {} if own_splits else _draw({image: image.name for _, image, _ in found})
+    records = []
+    for split, image, captions in found:
+        if split or not own_splits:
+            records.append(Record(image, tuple(captions), split or drawn[image], name=image.name))
+        else:
+            skipped.append((image.name, "in no split"))
+    captions = sum(len(record.captions) for record in records)
+    title = f"{path} (layout webdataset, {len(shards):,} shards, {captions:,} captions)"
+    return records, Report(title, *_count(records), tuple(skipped), (), own_splits)
 
 
 # ---- the same for every layout ----
