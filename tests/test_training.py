@@ -470,7 +470,6 @@ def test_self_critical_training_raises_the_reward(tmp_path, folder):
             "attention_supervision needs pictures that are seen whole",
         ),
         ({"views": 7}, "views must be 1 to 6, got 7"),
-        ({"attention_supervision": 1.0, "views": 2}, "attention_supervision needs views 1, got 2"),
         ({"encoder_weights": "x"}, "encoder_weights are for an encoder of timm, got encoder 'vit'"),
     ],
 )

@@ -138,14 +138,17 @@ class Captioner(nn.Module):
         return CaptionerOutput(self.decoder.logits(hidden), weights)
 
     def forward(
-        self, images: Tensor, packed: PackedTokens, need_weights: bool = False
+        self,
+        images: Tensor,
+        packed: PackedTokens,
+        need_weights: bool | Sequence[int] = False,
     ) -> CaptionerOutput:
         """The training pass: the K real tokens, row by row, without padding.
 
         Args:
             images: pixels, or kept features; see `features`.
             packed: the captions of each picture in one row.
-            need_weights: also return the weights of cross-attention.
+            need_weights: see `decode`.
         """
         cache = self.decoder.start(self.memory(self.features(images)))
         segments = packed.segments

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -244,6 +244,8 @@ CORNERS = ((0, 0), (1, 1), (1, 0), (0, 1))  # (right, bottom) of the crops, in t
 CROP = 7 / 8  # of either side
 VIEWS = 2 + len(CORNERS)
 
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in fractions of width and height
+
 
 def view_of(image: Image.Image, view: int) -> Image.Image:
     """What training shows in place of a picture.
@@ -257,6 +259,21 @@ def view_of(image: Image.Image, view: int) -> Image.Image:
         left, top = right * (image.width - width), bottom * (image.height - height)
         image = image.crop((left, top, left + width, top + height))
     return ImageOps.mirror(image) if view % 2 else image
+
+
+def boxes_in_view(boxes: Iterable[Box], view: int) -> list[Box]:
+    """Where boxes of a picture are in a view of it; without those that its crop leaves out."""
+    right, bottom = CORNERS[view - 2] if view >= 2 else (0, 0)
+    side = CROP if view >= 2 else 1
+    seen = []
+    for box in boxes:
+        x0, x1 = ((x - right * (1 - side)) / side for x in box[::2])
+        y0, y1 = ((y - bottom * (1 - side)) / side for y in box[1::2])
+        x0, x1 = (1 - x1, 1 - x0) if view % 2 else (x0, x1)
+        x0, y0, x1, y1 = (min(max(place, 0.0), 1.0) for place in (x0, y0, x1, y1))
+        if x0 < x1 and y0 < y1:
+            seen.append((x0, y0, x1, y1))
+    return seen
 
 
 @dataclass(frozen=True)
