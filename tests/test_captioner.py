@@ -406,6 +406,34 @@ def test_select_shows_a_layer_and_head_of_the_decoder(captioner, photos):
     torch.testing.assert_close(caption.select().attention, caption.attention)
 
 
+def test_more_than_usual_removes_what_every_word_looks_at(captioner, photos):
+    """The ratio to the mean over the words, as loops; a word alone is as usual everywhere."""
+    caption = captioner.explain(photos[0], "a red ring")
+    maps = caption.attention
+    shown = caption.select(view="more_than_usual").attention
+    for word in range(3):
+        ratios = torch.empty(4, 6)
+        for y in range(4):
+            for x in range(6):
+                usual = sum(maps[w, y, x] for w in range(3)) / 3
+                ratios[y, x] = (maps[word, y, x] + 0.1 / 24) / (usual + 0.1 / 24)
+        torch.testing.assert_close(shown[word], ratios / ratios.sum())
+    alone = captioner.explain(photos[0], "ring").select(view="more_than_usual").attention
+    torch.testing.assert_close(alone, torch.full((1, 4, 6), 1 / 24))
+    with pytest.raises(ValueError, match="view must be one of where, more_than_usual, got 'hot'"):
+        caption.select(view="hot")
+
+
+def test_a_models_overlay_setting_is_what_it_shows(make_captioner, photos, tmp_path):
+    settings = {"overlay_layer": 1, "overlay_head": 0, "overlay_view": "more_than_usual"}
+    captioner = make_captioner(**settings)
+    captioner.save_pretrained(tmp_path)
+    caption = Captioner.from_pretrained(tmp_path).explain(photos[0], "a red ring")
+    expected = caption.select(1, 0, "more_than_usual").attention
+    torch.testing.assert_close(caption.attention, expected)
+    assert not torch.allclose(expected, caption.select().attention)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -639,6 +667,8 @@ def test_a_config_is_frozen_and_goes_through_json():
         ),
         ({"dim": -8}, "dim must be above 0, got -8"),
         ({"num_registers": -1}, "num_registers must be at least 0, got -1"),
+        ({"overlay_layer": 2}, "overlay_layer must be from 0 to 1, got 2"),
+        ({"overlay_head": -1}, "overlay_head must be from 0 to 7, got -1"),
         ({"encoder": "resnet"}, "encoder must be 'vit' or 'timm:<name>', got 'resnet'"),
         ({"encoder": "timm:"}, "encoder must be 'vit' or 'timm:<name>', got 'timm:'"),
         ({"attention": "soft"}, "attention must be one of additive, scaled_dot_product"),

@@ -20,7 +20,7 @@ from vlattn.config import CaptionerConfig
 from vlattn.decoder import TextDecoder
 from vlattn.encoder import PatchFeatures, PatchPositions, TimmEncoder, ViT
 from vlattn.files import write_aside, write_json
-from vlattn.generation import Caption, Hypothesis, Word, beam_search, sample
+from vlattn.generation import Caption, Hypothesis, Word, beam_search, maps_to_show, sample
 from vlattn.images import Geometry, Preprocess, open_image
 from vlattn.model_folder import (
     MODEL_FILES,
@@ -342,7 +342,12 @@ class Captioner(nn.Module):
             text=self.tokenizer.decode(text.tokens),
             words=words,
             layer_attention=layer_attention,
-            attention=layer_attention.mean((1, 2)),
+            attention=maps_to_show(
+                layer_attention,
+                self.config.overlay_layer,
+                self.config.overlay_head,
+                self.config.overlay_view,
+            ),
             score=score,
             finished=text.finished,
             image=picture,

@@ -16,7 +16,8 @@ def option(default: Any, help: str) -> Any:
 class CaptionerConfig:
     """The sizes and kinds of a captioner; saved as `config.json`.
 
-    More on each is in `ViT` (the settings up to `stem`) and `TextDecoder` (those after it).
+    More on each is in `ViT` (the settings up to `stem`), `TextDecoder` (those after it) and
+    `maps_to_show` (overlays).
     """
 
     encoder: str = option("vit", "'vit', our own, or 'timm:<name>', any model of timm")
@@ -45,6 +46,11 @@ class CaptionerConfig:
     tie_embeddings: bool = option(True, "logits by the token embeddings")
     dropout: float = option(0.1, "on the decoder's residual branches and the memory")
     attention_dropout: float = option(0.0, "on the weights of cross-attention")
+    overlay_layer: int | None = option(None, "layer that overlays show; the mean if not set")
+    overlay_head: int | None = option(None, "head that overlays show; the mean if not set")
+    overlay_view: Literal["where", "more_than_usual"] = option(
+        "where", "overlays show the attention, or its ratio to that of the caption's other words"
+    )
 
     def __post_init__(self):
         for name in ("encoder_dim", "encoder_depth", "dim", "depth", "mlp_ratio", "max_len"):
@@ -52,6 +58,10 @@ class CaptionerConfig:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.num_registers < 0:
             raise ValueError(f"num_registers must be at least 0, got {self.num_registers}")
+        for name, count in (("overlay_layer", self.depth), ("overlay_head", self.num_heads)):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < count:
+                raise ValueError(f"{name} must be from 0 to {count - 1}, got {value}")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "CaptionerConfig":

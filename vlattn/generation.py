@@ -227,6 +227,30 @@ def _check_at_least(name: str, value: float, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+OVERLAY_VIEWS = ("where", "more_than_usual")
+USUAL = 0.1  # how many even maps are added to both sides of the ratio: rare patches are noisy
+
+
+def maps_to_show(layer_attention: Tensor, layer: int | None, head: int | None, view: str) -> Tensor:
+    """One map per word of a caption, each of sum 1.
+
+    Args:
+        layer_attention: (words, L, H, gh, gw).
+        layer, head: which to show; the mean over all of them where None.
+        view: "where", the attention as it is, or "more_than_usual", its ratio to the mean over the
+            words of the caption: without the places that every word looks at.
+    """
+    if view not in OVERLAY_VIEWS:
+        raise ValueError(f"view must be one of {', '.join(OVERLAY_VIEWS)}, got {view!r}")
+    maps = layer_attention if layer is None else layer_attention[:, [layer]]
+    maps = (maps if head is None else maps[:, :, [head]]).mean((1, 2))  # (words, gh, gw)
+    if view == "where" or len(maps) == 0:
+        return maps
+    even = USUAL / maps[0].numel()
+    ratio = (maps + even) / (maps.mean(0) + even)
+    return ratio / ratio.sum((1, 2), keepdim=True)
+
+
 @dataclass(frozen=True)
 class Word:
     """A word of a caption, with the white space before it.
@@ -252,7 +276,8 @@ class Caption:
         words: its words, in order.
         layer_attention: (words, L, H, gh, gw) cross-attention that wrote each word, the mean over
             its tokens.
-        attention: (words, gh, gw) the map that is shown for each word; it sums to 1.
+        attention: (words, gh, gw) the map that is shown for each word; it sums to 1. The
+            captioner's `config.overlay_layer`, `overlay_head` and `overlay_view` say which.
         score: see `beam_search`.
         finished: whether the end token was reached.
         image: the upright original picture.
@@ -268,12 +293,11 @@ class Caption:
     image: Image.Image
     geometry: Geometry
 
-    def select(self, layer: int | None = None, head: int | None = None) -> "Caption":
-        """The same caption shown by one layer or head; the mean over all of them where omitted."""
-        maps = self.layer_attention  # (words, L, H, gh, gw)
-        maps = maps if layer is None else maps[:, [layer]]
-        maps = maps if head is None else maps[:, :, [head]]
-        return replace(self, attention=maps.mean((1, 2)))
+    def select(
+        self, layer: int | None = None, head: int | None = None, view: str = "where"
+    ) -> "Caption":
+        """The same caption, shown another way; see `maps_to_show`."""
+        return replace(self, attention=maps_to_show(self.layer_attention, layer, head, view))
 
     def heatmap(self, word: int) -> np.ndarray:
         """Map of a word over the original picture: sum 1, NaN where the model saw nothing.
