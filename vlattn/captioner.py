@@ -260,7 +260,7 @@ class Captioner(nn.Module):
         captions = []
         for start in range(0, len(images), batch_size):
             pictures = [open_image(image) for image in images[start : start + batch_size]]
-            features, geometries = self._encode_pictures(pictures)
+            features, geometries = self.read_pictures(pictures)
             found = self.generate(
                 features,
                 num_beams=num_beams,
@@ -290,12 +290,20 @@ class Captioner(nn.Module):
         if len(tokens) > limit:
             raise ValueError(f"text must have at most {limit} tokens, got {len(tokens)}")
         picture = open_image(image)
-        features, geometries = self._encode_pictures([picture])
+        features, geometries = self.read_pictures([picture])
         given = Hypothesis(tokens, None, True)
         return self._explain([given], features, [picture], geometries)[0]
 
+    def maps_to_show(self, layer_attention: Tensor) -> Tensor:
+        """The maps of a caption's words that overlays show by default; see `maps_to_show`."""
+        config = self.config
+        return maps_to_show(
+            layer_attention, config.overlay_layer, config.overlay_head, config.overlay_view
+        )
+
     @torch.inference_mode()
-    def _encode_pictures(self, pictures: list[Image.Image]) -> tuple[PatchFeatures, list[Geometry]]:
+    def read_pictures(self, pictures: list[Image.Image]) -> tuple[PatchFeatures, list[Geometry]]:
+        """Upright pictures, as `open_image` gives, to patch features and the way back."""
         pixels, geometries = zip(*map(self.preprocess, pictures))
         with self._evaluating():
             return self.encode(torch.stack(pixels).to(self.device)), list(geometries)
@@ -342,12 +350,7 @@ class Captioner(nn.Module):
             text=self.tokenizer.decode(text.tokens),
             words=words,
             layer_attention=layer_attention,
-            attention=maps_to_show(
-                layer_attention,
-                self.config.overlay_layer,
-                self.config.overlay_head,
-                self.config.overlay_view,
-            ),
+            attention=self.maps_to_show(layer_attention),
             score=score,
             finished=text.finished,
             image=picture,

@@ -207,21 +207,28 @@ class Geometry:
         no weight turns negative.
 
         Args:
-            map: one value per patch, (gh, gw).
+            map: one value per patch, (gh, gw), or several such maps, (..., gh, gw).
 
         Returns:
-            (H, W) float32, NaN where the model saw nothing.
+            (..., H, W) float32, NaN where the model saw nothing.
         """
         map = map.detach().float().cpu() if isinstance(map, Tensor) else map
         patches = np.asarray(map, np.float32)
-        if patches.ndim != 2:
-            raise ValueError(f"map must be (gh, gw), got shape {patches.shape}")
+        if patches.ndim < 2:
+            raise ValueError(f"map must be (..., gh, gw), got shape {patches.shape}")
         left, top, right, bottom = self.box
-        image = np.full(self.image_size, np.nan, np.float32)
-        y, rows = _bicubic(top, bottom, patches.shape[0], self.image_size[0])
-        x, columns = _bicubic(left, right, patches.shape[1], self.image_size[1])
-        np.clip(rows @ patches @ columns.T, patches.min(), patches.max(), out=image[y, x])
+        image = np.full((*patches.shape[:-2], *self.image_size), np.nan, np.float32)
+        y, rows = _bicubic(top, bottom, patches.shape[-2], self.image_size[0])
+        x, columns = _bicubic(left, right, patches.shape[-1], self.image_size[1])
+        low, high = (f(patches, axis=(-2, -1), keepdims=True) for f in (np.min, np.max))
+        np.clip(rows @ patches @ columns.T, low, high, out=image[..., y, x])
         return image
+
+    def resized(self, image_size: tuple[int, int]) -> "Geometry":
+        """That of the same picture at another size (H, W)."""
+        y, x = (new / old for new, old in zip(image_size, self.image_size))
+        left, top, right, bottom = self.box
+        return Geometry(image_size, (left * x, top * y, right * x, bottom * y))
 
 
 def _bicubic(start: float, stop: float, patches: int, pixels: int) -> tuple[slice, np.ndarray]:
