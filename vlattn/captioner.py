@@ -273,7 +273,7 @@ class Captioner(nn.Module):
                 generator=generator,
             )
             texts = [best for best, *_ in found]
-            captions += self._explain(texts, features, pictures, geometries)
+            captions += self.explain_texts(texts, features, pictures, geometries)
         return captions
 
     def explain(self, image: Any, text: str) -> Caption:
@@ -292,7 +292,7 @@ class Captioner(nn.Module):
         picture = open_image(image)
         features, geometries = self.read_pictures([picture])
         given = Hypothesis(tokens, None, True)
-        return self._explain([given], features, [picture], geometries)[0]
+        return self.explain_texts([given], features, [picture], geometries)[0]
 
     def maps_to_show(self, layer_attention: Tensor) -> Tensor:
         """The maps of a caption's words that overlays show by default; see `maps_to_show`."""
@@ -309,7 +309,7 @@ class Captioner(nn.Module):
             return self.encode(torch.stack(pixels).to(self.device)), list(geometries)
 
     @torch.inference_mode()
-    def _explain(
+    def explain_texts(
         self,
         texts: list[Hypothesis],
         features: PatchFeatures,

@@ -46,10 +46,11 @@ class CaptionerConfig:
     tie_embeddings: bool = option(True, "logits by the token embeddings")
     dropout: float = option(0.1, "on the decoder's residual branches and the memory")
     attention_dropout: float = option(0.0, "on the weights of cross-attention")
+    # Training sets these three by how well the words of the dev split point, where it has boxes.
     overlay_layer: int | None = option(None, "layer that overlays show; the mean if not set")
     overlay_head: int | None = option(None, "head that overlays show; the mean if not set")
     overlay_view: Literal["where", "more_than_usual"] = option(
-        "where", "overlays show the attention, or its ratio to that of the caption's other words"
+        "where", "overlays show the attention, or what of it is more than in the caption on average"
     )
 
     def __post_init__(self):

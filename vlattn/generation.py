@@ -228,7 +228,6 @@ def _check_at_least(name: str, value: float, least: int) -> None:
 
 
 OVERLAY_VIEWS = ("where", "more_than_usual")
-USUAL = 0.1  # how many even maps are added to both sides of the ratio: rare patches are noisy
 
 
 def maps_to_show(layer_attention: Tensor, layer: int | None, head: int | None, view: str) -> Tensor:
@@ -237,8 +236,8 @@ def maps_to_show(layer_attention: Tensor, layer: int | None, head: int | None, v
     Args:
         layer_attention: (words, L, H, gh, gw).
         layer, head: which to show; the mean over all of them where None.
-        view: "where", the attention as it is, or "more_than_usual", its ratio to the mean over the
-            words of the caption: without the places that every word looks at.
+        view: "where", the attention as it is, or "more_than_usual", the attention times its ratio
+            to the mean over the words of the caption: with less of what every word looks at.
     """
     if view not in OVERLAY_VIEWS:
         raise ValueError(f"view must be one of {', '.join(OVERLAY_VIEWS)}, got {view!r}")
@@ -246,9 +245,8 @@ def maps_to_show(layer_attention: Tensor, layer: int | None, head: int | None, v
     maps = (maps if head is None else maps[:, :, [head]]).mean((1, 2))  # (words, gh, gw)
     if view == "where" or len(maps) == 0:
         return maps
-    even = USUAL / maps[0].numel()
-    ratio = (maps + even) / (maps.mean(0) + even)
-    return ratio / ratio.sum((1, 2), keepdim=True)
+    more = maps * maps / maps.mean(0).clamp(min=1e-9)
+    return more / more.sum((1, 2), keepdim=True).clamp(min=1e-9)
 
 
 @dataclass(frozen=True)

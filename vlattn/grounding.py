@@ -5,8 +5,9 @@ L layers, H heads, gh, gw grid of patches, R side of the raster that maps are dr
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from vlattn.captioner import Captioner
 from vlattn.data.records import Phrase, Record
+from vlattn.faithfulness import hide_patches
 from vlattn.generation import OVERLAY_VIEWS, maps_to_show
 from vlattn.images import Box, Geometry, ImageError, open_image
 
@@ -43,7 +45,7 @@ class Text(NamedTuple):
 
 
 def reference_texts(captioner: Captioner, record: Record) -> list[Text]:
-    """The captions of a record that have a phrase with boxes."""
+    """The captions of a record that have a phrase with boxes, and are not too long to read."""
     return [
         text
         for caption, phrases in zip(record.captions, record.phrases)
@@ -76,7 +78,9 @@ def generated_texts(captioner: Captioner, record: Record, caption: str) -> list[
 
 def _text(captioner: Captioner, caption: str, phrases: Sequence[Phrase]) -> Text:
     tokenizer = captioner.tokenizer
-    tokens = tokenizer.encode(caption)[: captioner.config.max_len - 1]
+    tokens = tokenizer.encode(caption)
+    if len(tokens) >= captioner.config.max_len:
+        return Text(caption, [], [], ())
     (offsets,) = tokenizer.offsets([caption])
     spans = [(word.first, word.last) for word in tokenizer.words(tokens)]
     places = [(offsets[first][0], offsets[last - 1][1]) for first, last in spans]
@@ -152,6 +156,7 @@ class Scores(NamedTuple):
     Args:
         kinds: of the phrases.
         places: of each phrase, the record, the text, and the word that looks most into the boxes.
+        boxes: of the phrases.
         area: share of the picture that the largest box takes.
         correctness: attention correctness (Liu et al., "Attention Correctness in Neural Image
             Captioning", AAAI 2017): the mass of a word's map inside the boxes, of the best word.
@@ -166,6 +171,7 @@ class Scores(NamedTuple):
 
     kinds: list[str]
     places: list[tuple[int, str, int]]
+    boxes: list[tuple[Box, ...]]
     area: np.ndarray
     correctness: np.ndarray
     uniform: np.ndarray
@@ -225,11 +231,12 @@ def score_maps(
             shown = captioner.maps_to_show(layer_attention)
             for mention in text.mentions:
                 best, *values = _score(shown, mention, geometry)
-                rows.append((mention.kind, (index, text.text, best), *values))
+                place = (index, text.text, best)
+                rows.append((mention.kind, place, mention.boxes, *values))
     if not rows:
         raise ValueError("none of the captions has a phrase with boxes")
-    kinds, places, *columns = zip(*rows)
-    return Scores(list(kinds), list(places), *map(np.array, columns))
+    kinds, places, boxes, *columns = zip(*rows)
+    return Scores(list(kinds), list(places), list(boxes), *map(np.array, columns))
 
 
 def _score(shown: Tensor, mention: Mention, geometry: Geometry) -> tuple:
@@ -288,14 +295,59 @@ def _rank(map: Tensor, inside: np.ndarray, geometry: Geometry) -> float:
     seen = (y >= 0) & (y < grid[0]) & (x >= 0) & (x < grid[1])
     if not seen.any():
         return 0.5
-    order = map.flatten().argsort(descending=True)
-    ranks = torch.empty(len(order)).index_put_((order,), torch.arange(float(len(order))))
-    ranks = ranks.view(grid).numpy() / max(1, len(order) - 1)
-    return float(ranks[y[seen], x[seen]].mean())
+    values = map.flatten()
+    hotter, alike = (f(values, values[:, None]).sum(1) for f in (torch.gt, torch.eq))
+    ranks = (hotter + (alike - 1) / 2) / max(1, len(values) - 1)
+    return float(ranks.view(grid)[y[seen], x[seen]].mean())
+
+
+def measure_grounding(
+    captioner: Captioner,
+    records: Sequence[Record],
+    dev: Sequence[Record],
+    written: Mapping[str, str],
+) -> tuple[Scores, dict[str, Any]]:
+    """All measures of a captioner's maps.
+
+    Args:
+        records: what to measure on.
+        dev: other pictures, of which some choose the threshold of IoU; the measured ones do where
+            none of these has phrases.
+        written: the captions that the captioner wrote, by the record's name.
+
+    Returns:
+        the scores of the reference captions, and a JSON object of the means: "teacher_forced",
+        "generated" where captions name a reference phrase, and "faithfulness".
+    """
+    forced = score_maps(captioner, records, [reference_texts(captioner, r) for r in records])
+    dev = [record for record in dev if any(record.phrases)][:CHOSEN_ON]
+    dev_texts = [reference_texts(captioner, record) for record in dev]
+    other = score_maps(captioner, dev, dev_texts) if any(dev_texts) else forced
+    threshold = other.best_threshold()
+    means = {"teacher_forced": forced.summary(threshold)}
+    generated = [generated_texts(captioner, r, written.get(r.name, "")) for r in records]
+    if any(generated):
+        means["generated"] = score_maps(captioner, records, generated).summary(threshold)
+    if curves := hide_patches(captioner, records, written):
+        means["faithfulness"] = curves.summary()
+    return forced, means
+
+
+def grounding_line(summary: Mapping[str, Any]) -> str:
+    """The main figures in one line, times 100."""
+    figures = (
+        f"{title} {100 * summary[key]:.1f} ({beside} {100 * summary[other]:.1f})"
+        for title, key, beside, other in (
+            ("correctness", "correctness", "uniform", "uniform"),
+            ("pointing", "pointing", "centre", "center"),
+            ("IoU", "iou", "uniform", "iou_uniform"),
+        )
+    )
+    return f"{summary['phrases']:,} phrases, {', '.join(figures)}"
 
 
 def choose_overlay(captioner: Captioner, records: Sequence[Record]) -> Captioner:
-    """Let overlays show the layer and view that point best into the phrases' boxes.
+    """Let overlays show the layer and view of the highest attention correctness plus pointing.
 
     Args:
         records: pictures that the captioner was not trained on; those with phrases count.
@@ -305,18 +357,21 @@ def choose_overlay(captioner: Captioner, records: Sequence[Record]) -> Captioner
     """
     records = [record for record in records if any(record.phrases)][:CHOSEN_ON]
     texts = [reference_texts(captioner, record) for record in records]
-    hits = defaultdict(list)
+    layers = (None, *range(captioner.config.depth))
+    choices = list(product(layers, OVERLAY_VIEWS))
+    sums = []  # of the two measures: a row per phrase, a column per choice
     for index, geometry, maps in read_maps(captioner, records, texts):
-        for text, layer_attention in zip(texts[index], maps):
-            for layer in (None, *range(captioner.config.depth)):
-                for view in OVERLAY_VIEWS:
-                    shown = maps_to_show(layer_attention, layer, None, view)
-                    for mention in text.mentions:
-                        raster = geometry.to_image(shown[list(mention.words)].mean(0))
-                        point = _peak(np.nan_to_num(raster))
-                        hits[layer, view].append(_is_inside(point, mention.boxes))
-    if hits:
-        layer, view = max(hits, key=lambda choice: np.mean(hits[choice]))
+        for text, attention in zip(texts[index], maps):
+            shown = [maps_to_show(attention, layer, None, view) for layer, view in choices]
+            shown = torch.stack(shown, dim=1)  # (words, choices, gh, gw)
+            for mention in text.mentions:
+                words = shown[list(mention.words)]
+                rasters = np.nan_to_num(geometry.to_image(torch.cat([words, words.mean(0)[None]])))
+                shares = rasters[..., _mask(mention.boxes)].sum(-1) / rasters.sum((-2, -1))
+                hits = [_is_inside(_peak(raster), mention.boxes) for raster in rasters[-1]]
+                sums.append(shares[:-1].max(0) + hits)
+    if sums:
+        layer, view = choices[int(np.mean(sums, axis=0).argmax())]
         captioner.config = replace(
             captioner.config, overlay_layer=layer, overlay_head=None, overlay_view=view
         )
