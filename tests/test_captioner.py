@@ -13,6 +13,7 @@ import torch
 from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 
+from vlattn.attention import ATTENTIONS, modules
 from vlattn.captioner import Captioner
 from vlattn.config import CaptionerConfig
 from vlattn.data.dataset import CaptionDataset, collate
@@ -420,8 +421,63 @@ def test_more_than_usual_removes_what_every_word_looks_at(captioner, photos):
         torch.testing.assert_close(shown[word], ratios / ratios.sum())
     alone = captioner.explain(photos[0], "ring")
     torch.testing.assert_close(alone.select(view="more_than_usual").attention, alone.attention)
-    with pytest.raises(ValueError, match="view must be one of where, more_than_usual, got 'hot'"):
+    with pytest.raises(
+        ValueError, match="view must be one of where, more_than_usual, matters, got 'hot'"
+    ):
         caption.select(view="hot")
+
+
+@pytest.mark.parametrize("num_kv_heads", [None, 1])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_relevance_is_attention_times_what_a_little_more_of_it_would_give(
+    make_captioner, photos, monkeypatch, attention, num_kv_heads
+):
+    """Against differences: a little of one weight is added, and the text's probability grows."""
+    captioner = make_captioner(attention, num_kv_heads=num_kv_heads)
+    features, tokenizer = encoded(captioner, photos[:1]), captioner.tokenizer
+    captioner, features = captioner.double(), features._replace(tokens=features.tokens.double())
+    ids = tokenizer.encode("a red ring")
+    tokens = torch.tensor([[tokenizer.bos_id, *ids, tokenizer.eos_id]])
+    found = captioner.relevance(tokens, features)
+    assert found.shape == (1, 2, 2, 4, 24) and not found.requires_grad
+    weights = captioner.decode(tokens[:, :-1], features, True).weights
+    functional = {"additive": "additive_attention"}.get(attention, "scaled_dot_product_attention")
+    plain, added = getattr(modules, functional), {}
+
+    def attend(query, key, value, *args, **kwargs):
+        output, given = plain(query, key, value, *args, **kwargs)
+        if key.size(2) == 24:  # cross-attention
+            layer = added.setdefault("calls", 0)
+            added["calls"] += 1
+            if layer == added["layer"]:
+                head, place, patch = added["where"]
+                row = value[:, head % value.size(1), patch]
+                output = output.clone()
+                output[:, head, place] += 1e-5 * row
+        return output, given
+
+    monkeypatch.setattr(modules, functional, attend)
+
+    def total(layer, where):
+        added.update(calls=0, layer=layer, where=where)
+        logprobs = captioner.decode(tokens[:, :-1], features, True).logits.log_softmax(-1)
+        return float(logprobs.gather(2, tokens[:, 1:, None]).sum())
+
+    with torch.no_grad():
+        for layer, head, place, patch in [(0, 0, 0, 3), (0, 1, 2, 17), (1, 0, 3, 23), (1, 1, 1, 8)]:
+            slope = (total(layer, (head, place, patch)) - total(None, None)) / 1e-5
+            expected = max(0.0, slope * float(weights[0, layer, head, place, patch]))
+            got = float(found[0, layer, head, place, patch])
+            assert got == pytest.approx(expected, rel=1e-3, abs=1e-7)
+
+
+def test_what_matters_is_attention_times_relevance(captioner, photos):
+    caption = captioner.explain(photos[0], "a red ring")
+    product = caption.attention * caption.layer_relevance.mean((1, 2))
+    expected = product / product.sum((1, 2), keepdim=True)
+    torch.testing.assert_close(caption.select(view="matters").attention, expected)
+    nothing = dataclasses.replace(caption, layer_relevance=caption.layer_relevance * 0)
+    torch.testing.assert_close(nothing.select(view="matters").attention, caption.attention)
 
 
 def test_a_models_overlay_setting_is_what_it_shows(make_captioner, photos, tmp_path):

@@ -123,7 +123,8 @@ def test_maps_are_those_of_explain_however_many_captions_a_picture_has(
         assert len(pictured.maps) == len(texts[index])
         for text, maps in zip(texts[index], pictured.maps):
             caption = captioner.explain(pictures[index].image, text.text)
-            torch.testing.assert_close(maps, caption.layer_attention)
+            torch.testing.assert_close(maps[0], caption.layer_attention)
+            torch.testing.assert_close(maps[1], caption.layer_relevance, rtol=1e-3, atol=1e-6)
 
 
 def test_written_phrases_count_where_they_equal_a_reference_phrase(captioner):
@@ -184,7 +185,9 @@ def test_overlays_show_the_layer_that_points_best(make_captioner, photos, monkey
     layers = [one_hot(3, 0), one_hot(0, 1)]  # outside and inside
     maps = torch.stack([torch.stack([layer, layer]) for layer in layers]).expand(3, -1, -1, -1, -1)
     maps = torch.cat([even.expand(1, 2, 2, -1, -1), maps[1:]])
-    monkeypatch.setattr(grounding, "read_maps", lambda *_: iter([Pictured(0, WHOLE, [maps])]))
+    monkeypatch.setattr(
+        grounding, "read_maps", lambda *_: iter([Pictured(0, WHOLE, [(maps, maps)])])
+    )
     config = choose_overlay(captioner, [record]).config
     assert (config.overlay_layer, config.overlay_head) == (1, None)
 

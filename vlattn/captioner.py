@@ -134,7 +134,7 @@ class Captioner(nn.Module):
                 whose numbers are given.
         """
         cache = self.decoder.start(self.memory(features))
-        hidden, weights = self.decoder(tokens, cache, need_weights=need_weights)
+        hidden, weights, _ = self.decoder(tokens, cache, need_weights=need_weights)
         return CaptionerOutput(self.decoder.logits(hidden), weights)
 
     def forward(
@@ -153,7 +153,7 @@ class Captioner(nn.Module):
         cache = self.decoder.start(self.memory(self.features(images)))
         segments = packed.segments
         same_caption = segments[:, :, None] == segments[:, None]  # (B, T, T)
-        hidden, weights = self.decoder(
+        hidden, weights, _ = self.decoder(
             packed.tokens,
             cache,
             places=packed.places,
@@ -199,7 +199,7 @@ class Captioner(nn.Module):
 
         def step(tokens: Tensor, rows: Tensor) -> Tensor:
             cache.reorder(rows.to(self.device))
-            hidden, _ = self.decoder(tokens.to(self.device)[:, None], cache)
+            hidden, *_ = self.decoder(tokens.to(self.device)[:, None], cache)
             return self.decoder.logits(hidden[:, -1])
 
         control = {tokenizer.pad_id, tokenizer.bos_id, tokenizer.unk_id} - {None}
@@ -294,11 +294,46 @@ class Captioner(nn.Module):
         given = Hypothesis(tokens, None, True)
         return self.explain_texts([given], features, [picture], geometries)[0]
 
-    def maps_to_show(self, layer_attention: Tensor) -> Tensor:
+    def relevance(self, tokens: Tensor, features: PatchFeatures) -> Tensor:
+        """How much looking there raises the text's probability: attention times its gradient.
+
+        After Chefer et al., "Generic Attention-model Explainability for Interpreting Bi-Modal and
+        Encoder-Decoder Transformers", ICCV 2021.
+
+        Args:
+            tokens: (R, T + 1) texts from begin token on, right-padded; see `decode`.
+
+        Returns:
+            (R, L, H, T, N) weights times the gradient of the sum of the tokens' log-probabilities,
+            zero where that is negative. A row of the last layer tells of the next token alone; one
+            of a layer before it tells of those behind it too.
+        """
+        decoder = self.decoder
+        with self._evaluating(), torch.inference_mode(False), torch.enable_grad():
+            tokens, patches = tokens.clone(), features.tokens.clone()  # no inference tensors
+            memory = self.memory(features._replace(tokens=patches)).detach().requires_grad_()
+            cache = decoder.start(memory)
+            hidden, weights, seen = decoder(tokens[:, :-1], cache, need_weights=True)
+            targets = tokens[:, 1:]
+            logprobs = decoder.logits(hidden).float().log_softmax(-1)
+            logprobs = logprobs.gather(2, targets[:, :, None]).squeeze(2)
+            total = logprobs[targets != self.tokenizer.pad_id].sum()
+            gradients = torch.autograd.grad(total, seen)  # each (R, T, D)
+        raised = [
+            block.cross_attn.weight_gradient(gradient, cache.memory(layer))
+            for layer, (block, gradient) in enumerate(zip(decoder.blocks, gradients))
+        ]
+        return (weights * torch.stack(raised, dim=1)).detach().clamp(min=0)
+
+    def maps_to_show(self, layer_attention: Tensor, relevance: Tensor) -> Tensor:
         """The maps of a caption's words that overlays show by default; see `maps_to_show`."""
         config = self.config
         return maps_to_show(
-            layer_attention, config.overlay_layer, config.overlay_head, config.overlay_view
+            layer_attention,
+            relevance,
+            layer=config.overlay_layer,
+            head=config.overlay_head,
+            view=config.overlay_view,
         )
 
     @torch.inference_mode()
@@ -325,17 +360,20 @@ class Captioner(nn.Module):
             logits, weights = self.decode(tokens[:, :-1].to(self.device), features, True)
         # Row t of logits and weights wrote token t + 1.
         logprobs = logits.float().log_softmax(-1).cpu().gather(2, tokens[:, 1:, None]).squeeze(2)
-        maps = weights.float().cpu().permute(0, 3, 1, 2, 4)  # (R, T, L, H, N)
-        maps = maps.unflatten(-1, features.grid_size)  # (R, T, L, H, gh, gw)
-        return [
-            self._make_caption(*row) for row in zip(texts, logprobs, maps, pictures, geometries)
-        ]
+        raised = self.relevance(tokens.to(self.device), features)
+        maps, raised = (
+            x.float().cpu().permute(0, 3, 1, 2, 4).unflatten(-1, features.grid_size)
+            for x in (weights, raised)
+        )  # (R, T, L, H, gh, gw)
+        rows = zip(texts, logprobs, maps, raised, pictures, geometries)
+        return [self._make_caption(*row) for row in rows]
 
     def _make_caption(
         self,
         text: Hypothesis,
         logprobs: Tensor,
         maps: Tensor,
+        raised: Tensor,
         picture: Image.Image,
         geometry: Geometry,
     ) -> Caption:
@@ -343,14 +381,17 @@ class Captioner(nn.Module):
         words = tuple(
             Word(s.text, s.start, s.end, float(logprobs[s.first : s.last].sum())) for s in spans
         )
-        merged = [maps[s.first : s.last].mean(0) for s in spans]  # each (L, H, gh, gw)
-        layer_attention = torch.stack(merged) if merged else maps[:0]
+        layer_attention, relevance = (
+            torch.stack([x[s.first : s.last].mean(0) for s in spans]) if spans else x[:0]
+            for x in (maps, raised)
+        )  # (words, L, H, gh, gw)
         score = float(logprobs[: len(text.tokens) + 1].mean()) if text.score is None else text.score
         return Caption(
             text=self.tokenizer.decode(text.tokens),
             words=words,
             layer_attention=layer_attention,
-            attention=self.maps_to_show(layer_attention),
+            layer_relevance=relevance,
+            attention=self.maps_to_show(layer_attention, relevance),
             score=score,
             finished=text.finished,
             image=picture,

@@ -49,8 +49,10 @@ class CaptionerConfig:
     # Training sets these three by how well the words of the dev split point, where it has boxes.
     overlay_layer: int | None = option(None, "layer that overlays show; the mean if not set")
     overlay_head: int | None = option(None, "head that overlays show; the mean if not set")
-    overlay_view: Literal["where", "more_than_usual"] = option(
-        "where", "overlays show the attention, or what of it is more than in the caption on average"
+    overlay_view: Literal["where", "more_than_usual", "matters"] = option(
+        "where",
+        "overlays show the attention, what of it is more than in the caption on average, or what "
+        "of it matters to the words",
     )
 
     def __post_init__(self):

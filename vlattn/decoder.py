@@ -19,11 +19,12 @@ NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 class DecoderOutput(NamedTuple):
     """Hidden states (R, T, D), and cross-attention weights (R, L, H, T, N) where asked for.
 
-    L are the layers that were asked for.
+    L are the layers that were asked for; `seen` is what cross-attention gave in each, (R, T, D).
     """
 
     hidden: Tensor
     weights: Tensor | None
+    seen: tuple[Tensor, ...] = ()
 
 
 def rotate(x: Tensor, places: Tensor) -> Tensor:
@@ -96,8 +97,8 @@ class DecoderBlock(nn.Module):
         places: Tensor,
         mask: Tensor | None,
         need_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """x (R, T, D) -> the same, and cross-attention weights (R, H, T, N)."""
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """x (R, T, D) -> the same, and of cross-attention weights (R, H, T, N) and output."""
         past = self._look_back(self._before(self.norm1, x), cache, layer, places, mask)
         x = self._after(self.norm1, x + self.dropout(past))
         seen, weights = self._look_at(
@@ -105,7 +106,7 @@ class DecoderBlock(nn.Module):
         )
         x = self._after(self.norm2, x + self.dropout(seen))
         thought = self.mlp(self._before(self.norm3, x))
-        return self._after(self.norm3, x + self.dropout(thought)), weights
+        return self._after(self.norm3, x + self.dropout(thought)), weights, seen
 
     def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
         return norm(x) if self.norm_first else x
@@ -251,11 +252,13 @@ class TextDecoder(nn.Module):
         if self.positions is not None:
             x = x + self.positions[places]
         x = self.dropout(x)
-        seen = {}
+        looked = {}
         for layer, block in enumerate(self.blocks):
-            x, seen[layer] = block(x, cache, layer, places, mask, layer in wanted)
-        weights = torch.stack([seen[layer] for layer in wanted], dim=1) if wanted else None
-        return DecoderOutput(self.norm(x), weights)
+            x, *looked[layer] = block(x, cache, layer, places, mask, layer in wanted)
+        if not wanted:
+            return DecoderOutput(self.norm(x), None)
+        weights, seen = zip(*(looked[layer] for layer in wanted))
+        return DecoderOutput(self.norm(x), torch.stack(weights, dim=1), seen)
 
     def _layers(self, need_weights: bool | Sequence[int]) -> list[int]:
         if isinstance(need_weights, bool):

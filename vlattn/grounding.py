@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from vlattn.captioner import Captioner
 from vlattn.data.records import Phrase, Record
+from vlattn.encoder import PatchFeatures
 from vlattn.faithfulness import hide_patches
 from vlattn.generation import OVERLAY_VIEWS, maps_to_show
 from vlattn.images import Box, Geometry, ImageError, open_image
@@ -93,11 +94,14 @@ def _text(captioner: Captioner, caption: str, phrases: Sequence[Phrase]) -> Text
 
 
 class Pictured(NamedTuple):
-    """A picture's geometry on the raster, and per text the maps (words, L, H, gh, gw)."""
+    """A picture's geometry on the raster, and per text attention and relevance of its words.
+
+    Both are (words, L, H, gh, gw).
+    """
 
     index: int
     geometry: Geometry
-    maps: list[Tensor]
+    maps: list[tuple[Tensor, Tensor]]
 
 
 def read_maps(
@@ -127,26 +131,30 @@ def read_maps(
 
 
 @torch.inference_mode()
-def _maps(captioner: Captioner, features, texts: list[Sequence[Text]]) -> list[list[Tensor]]:
+def _maps(
+    captioner: Captioner, features: PatchFeatures, texts: list[Sequence[Text]]
+) -> list[list[tuple[Tensor, Tensor]]]:
     most = max(map(len, texts))
-    bos, pad = captioner.tokenizer.bos_id, captioner.tokenizer.pad_id
+    tokenizer = captioner.tokenizer
+    bos, eos, pad = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
     rows = [
-        [bos, *text.tokens]
+        [bos, *text.tokens, eos]
         for of_picture in texts
         for text in [*of_picture, *[Text("", [], [], ())] * (most - len(of_picture))]
     ]
     longest = max(map(len, rows))
     tokens = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
-    cache = captioner.decoder.start(captioner.memory(features))
-    _, weights = captioner.decoder(tokens[:, :-1].to(captioner.device), cache, need_weights=True)
-    weights = weights.float().cpu().permute(0, 3, 1, 2, 4)  # (R, T, L, H, N)
-    weights = weights.unflatten(-1, features.grid_size).unflatten(0, (len(texts), most))
+    tokens = tokens.to(captioner.device)
+    _, weights = captioner.decode(tokens[:, :-1], features, need_weights=True)
+    both = torch.stack([weights, captioner.relevance(tokens, features)], dim=1)
+    both = both.float().cpu().permute(0, 4, 1, 2, 3, 5)  # (R, T, 2, L, H, N)
+    both = both.unflatten(-1, features.grid_size).unflatten(0, (len(texts), most))
     return [
         [
-            torch.stack([maps[first:last].mean(0) for first, last in text.spans])
+            torch.stack([maps[first:last].mean(0) for first, last in text.spans]).unbind(1)
             for maps, text in zip(of_picture, of_texts)
         ]
-        for of_picture, of_texts in zip(weights, texts)
+        for of_picture, of_texts in zip(both, texts)
     ]
 
 
@@ -227,8 +235,8 @@ def score_maps(
     """
     rows = []
     for index, geometry, maps in read_maps(captioner, records, texts):
-        for text, layer_attention in zip(texts[index], maps):
-            shown = captioner.maps_to_show(layer_attention)
+        for text, of_words in zip(texts[index], maps):
+            shown = captioner.maps_to_show(*of_words)
             for mention in text.mentions:
                 best, *values = _score(shown, mention, geometry)
                 place = (index, text.text, best)
@@ -361,8 +369,11 @@ def choose_overlay(captioner: Captioner, records: Sequence[Record]) -> Captioner
     choices = list(product(layers, OVERLAY_VIEWS))
     sums = []  # of the two measures: a row per phrase, a column per choice
     for index, geometry, maps in read_maps(captioner, records, texts):
-        for text, attention in zip(texts[index], maps):
-            shown = [maps_to_show(attention, layer, None, view) for layer, view in choices]
+        for text, of_words in zip(texts[index], maps):
+            shown = [
+                maps_to_show(*of_words, layer=layer, head=None, view=view)
+                for layer, view in choices
+            ]
             shown = torch.stack(shown, dim=1)  # (words, choices, gh, gw)
             for mention in text.mentions:
                 words = shown[list(mention.words)]
