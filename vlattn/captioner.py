@@ -134,7 +134,7 @@ class Captioner(nn.Module):
                 whose numbers are given.
         """
         cache = self.decoder.start(self.memory(features))
-        hidden, weights, _ = self.decoder(tokens, cache, need_weights=need_weights)
+        hidden, weights = self.decoder(tokens, cache, need_weights=need_weights)
         return CaptionerOutput(self.decoder.logits(hidden), weights)
 
     def forward(
@@ -153,7 +153,7 @@ class Captioner(nn.Module):
         cache = self.decoder.start(self.memory(self.features(images)))
         segments = packed.segments
         same_caption = segments[:, :, None] == segments[:, None]  # (B, T, T)
-        hidden, weights, _ = self.decoder(
+        hidden, weights = self.decoder(
             packed.tokens,
             cache,
             places=packed.places,
@@ -199,7 +199,7 @@ class Captioner(nn.Module):
 
         def step(tokens: Tensor, rows: Tensor) -> Tensor:
             cache.reorder(rows.to(self.device))
-            hidden, *_ = self.decoder(tokens.to(self.device)[:, None], cache)
+            hidden, _ = self.decoder(tokens.to(self.device)[:, None], cache)
             return self.decoder.logits(hidden[:, -1])
 
         control = {tokenizer.pad_id, tokenizer.bos_id, tokenizer.unk_id} - {None}
@@ -313,7 +313,8 @@ class Captioner(nn.Module):
             tokens, patches = tokens.clone(), features.tokens.clone()  # no inference tensors
             memory = self.memory(features._replace(tokens=patches)).detach().requires_grad_()
             cache = decoder.start(memory)
-            hidden, weights, seen = decoder(tokens[:, :-1], cache, need_weights=True)
+            layers = range(len(decoder.blocks))
+            (hidden, weights), seen = decoder.trace(tokens[:, :-1], cache, wanted=layers)
             targets = tokens[:, 1:]
             logprobs = decoder.logits(hidden).float().log_softmax(-1)
             logprobs = logprobs.gather(2, targets[:, :, None]).squeeze(2)

@@ -19,12 +19,11 @@ NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 class DecoderOutput(NamedTuple):
     """Hidden states (R, T, D), and cross-attention weights (R, L, H, T, N) where asked for.
 
-    L are the layers that were asked for; `seen` is what cross-attention gave in each, (R, T, D).
+    L are the layers that were asked for.
     """
 
     hidden: Tensor
     weights: Tensor | None
-    seen: tuple[Tensor, ...] = ()
 
 
 def rotate(x: Tensor, places: Tensor) -> Tensor:
@@ -238,7 +237,17 @@ class TextDecoder(nn.Module):
         Raises:
             ValueError: a text would be longer than `max_len`, or there is no such layer.
         """
-        wanted = self._layers(need_weights)
+        return self.trace(tokens, cache, places, mask, self._layers(need_weights))[0]
+
+    def trace(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        places: Tensor | None = None,
+        mask: Tensor | None = None,
+        wanted: Sequence[int] = (),
+    ) -> tuple[DecoderOutput, list[Tensor]]:
+        """`forward`, and what cross-attention gave in each layer, (R, T, D)."""
         start, num_tokens = len(cache), tokens.size(1)
         if places is None:
             if start + num_tokens > self.max_len:
@@ -252,13 +261,12 @@ class TextDecoder(nn.Module):
         if self.positions is not None:
             x = x + self.positions[places]
         x = self.dropout(x)
-        looked = {}
+        looked, seen = {}, []
         for layer, block in enumerate(self.blocks):
-            x, *looked[layer] = block(x, cache, layer, places, mask, layer in wanted)
-        if not wanted:
-            return DecoderOutput(self.norm(x), None)
-        weights, seen = zip(*(looked[layer] for layer in wanted))
-        return DecoderOutput(self.norm(x), torch.stack(weights, dim=1), seen)
+            x, looked[layer], output = block(x, cache, layer, places, mask, layer in wanted)
+            seen.append(output)
+        weights = torch.stack([looked[layer] for layer in wanted], dim=1) if wanted else None
+        return DecoderOutput(self.norm(x), weights), seen
 
     def _layers(self, need_weights: bool | Sequence[int]) -> list[int]:
         if isinstance(need_weights, bool):

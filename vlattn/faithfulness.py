@@ -132,7 +132,7 @@ def _logprobs(
     rows = [[tokenizer.bos_id, *text.tokens] for text in texts]
     longest = max(map(len, rows))
     tokens = torch.tensor([row + [tokenizer.pad_id] * (longest - len(row)) for row in rows])
-    hidden, *_ = decoder(tokens[:, :-1].to(captioner.device), decoder.start(memory))
+    hidden, _ = decoder(tokens[:, :-1].to(captioner.device), decoder.start(memory))
     logprobs = decoder.logits(hidden).float().log_softmax(-1).cpu()
     logprobs = logprobs.gather(2, tokens[:, 1:, None]).squeeze(2)  # (B, T)
     spans = [tokenizer.words(text.tokens)[i] for text, i in zip(texts, words)]
