@@ -14,6 +14,7 @@ import torch
 from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 
+from vlattn.attention import ATTENTIONS, modules
 from vlattn.captioner import Captioner
 from vlattn.config import CaptionerConfig
 from vlattn.data.dataset import CaptionDataset, collate
@@ -407,6 +408,89 @@ def test_select_shows_a_layer_and_head_of_the_decoder(captioner, photos):
     torch.testing.assert_close(caption.select().attention, caption.attention)
 
 
+def test_more_than_usual_removes_what_every_word_looks_at(captioner, photos):
+    """The map times its ratio to the mean over the words, as loops; a word alone is as usual."""
+    caption = captioner.explain(photos[0], "a red ring")
+    maps = caption.attention
+    shown = caption.select(view="more_than_usual").attention
+    for word in range(3):
+        ratios = torch.empty(4, 6)
+        for y in range(4):
+            for x in range(6):
+                usual = sum(maps[w, y, x] for w in range(3)) / 3
+                ratios[y, x] = maps[word, y, x] ** 2 / usual
+        torch.testing.assert_close(shown[word], ratios / ratios.sum())
+    alone = captioner.explain(photos[0], "ring")
+    torch.testing.assert_close(alone.select(view="more_than_usual").attention, alone.attention)
+    with pytest.raises(
+        ValueError, match="view must be one of where, more_than_usual, matters, got 'hot'"
+    ):
+        caption.select(view="hot")
+
+
+@pytest.mark.parametrize("num_kv_heads", [None, 1])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_relevance_is_attention_times_what_a_little_more_of_it_would_give(
+    make_captioner, photos, monkeypatch, attention, num_kv_heads
+):
+    """Against differences: a little of one weight is added, and the text's probability grows."""
+    captioner = make_captioner(attention, num_kv_heads=num_kv_heads)
+    features, tokenizer = encoded(captioner, photos[:1]), captioner.tokenizer
+    captioner, features = captioner.double(), features._replace(tokens=features.tokens.double())
+    ids = tokenizer.encode("a red ring")
+    tokens = torch.tensor([[tokenizer.bos_id, *ids, tokenizer.eos_id]])
+    found = captioner.relevance(tokens, features)
+    assert found.shape == (1, 2, 2, 4, 24) and not found.requires_grad
+    weights = captioner.decode(tokens[:, :-1], features, True).weights
+    functional = {"additive": "additive_attention"}.get(attention, "scaled_dot_product_attention")
+    plain, added = getattr(modules, functional), {}
+
+    def attend(query, key, value, *args, **kwargs):
+        output, given = plain(query, key, value, *args, **kwargs)
+        if key.size(2) == 24:  # cross-attention
+            layer = added.setdefault("calls", 0)
+            added["calls"] += 1
+            if layer == added["layer"]:
+                head, place, patch = added["where"]
+                row = value[:, head % value.size(1), patch]
+                output = output.clone()
+                output[:, head, place] += 1e-5 * row
+        return output, given
+
+    monkeypatch.setattr(modules, functional, attend)
+
+    def total(layer, where):
+        added.update(calls=0, layer=layer, where=where)
+        logprobs = captioner.decode(tokens[:, :-1], features, True).logits.log_softmax(-1)
+        return float(logprobs.gather(2, tokens[:, 1:, None]).sum())
+
+    with torch.no_grad():
+        for layer, head, place, patch in [(0, 0, 0, 3), (0, 1, 2, 17), (1, 0, 3, 23), (1, 1, 1, 8)]:
+            slope = (total(layer, (head, place, patch)) - total(None, None)) / 1e-5
+            expected = max(0.0, slope * float(weights[0, layer, head, place, patch]))
+            got = float(found[0, layer, head, place, patch])
+            assert got == pytest.approx(expected, rel=1e-3, abs=1e-7)
+
+
+def test_what_matters_is_attention_times_relevance(captioner, photos):
+    caption = captioner.explain(photos[0], "a red ring")
+    product = caption.attention * caption.layer_relevance.mean((1, 2))
+    expected = product / product.sum((1, 2), keepdim=True)
+    torch.testing.assert_close(caption.select(view="matters").attention, expected)
+    nothing = dataclasses.replace(caption, layer_relevance=caption.layer_relevance * 0)
+    torch.testing.assert_close(nothing.select(view="matters").attention, caption.attention)
+
+
+def test_a_models_overlay_setting_is_what_it_shows(make_captioner, photos, tmp_path):
+    settings = {"overlay_layer": 1, "overlay_head": 0, "overlay_view": "more_than_usual"}
+    captioner = make_captioner(**settings)
+    captioner.save_pretrained(tmp_path)
+    caption = Captioner.from_pretrained(tmp_path).explain(photos[0], "a red ring")
+    expected = caption.select(1, 0, "more_than_usual").attention
+    torch.testing.assert_close(caption.attention, expected)
+    assert not torch.allclose(expected, caption.select().attention)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -654,6 +738,8 @@ def test_a_config_is_frozen_and_goes_through_json():
         ),
         ({"dim": -8}, "dim must be above 0, got -8"),
         ({"num_registers": -1}, "num_registers must be at least 0, got -1"),
+        ({"overlay_layer": 2}, "overlay_layer must be from 0 to 1, got 2"),
+        ({"overlay_head": -1}, "overlay_head must be from 0 to 7, got -1"),
         ({"encoder": "resnet"}, "encoder must be 'vit' or 'timm:<name>', got 'resnet'"),
         ({"encoder": "timm:"}, "encoder must be 'vit' or 'timm:<name>', got 'timm:'"),
         ({"attention": "soft"}, "attention must be one of additive, scaled_dot_product"),

@@ -1,9 +1,13 @@
 """The command line: what it prints, and one line and status 2 for whatever a user gets wrong."""
 
+import base64
+import io
 import json
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from PIL import Image
 
 from vlattn import cli
 from vlattn.config import CaptionerConfig
+from vlattn.data.records import Report
 from vlattn.training import TrainConfig
 
 
@@ -392,3 +397,81 @@ def test_importing_vlattn_loads_no_heavy_package():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+# ---- evaluate --grounding ----
+
+
+class Page(HTMLParser):
+    """The text of a page, and the addresses that it would load."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.text, self.sources, self.tags = "", [], Counter()
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags[tag] += 1
+        self.sources += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_evaluate_measures_the_boxes_of_the_data_set_and_writes_a_report(
+    model, records, capsys, tmp_path, monkeypatch
+):
+    splits = ["dev", *["test"] * 5]
+    some = [r._replace(split=split) for r, split in zip(records, splits)]
+    report = Report("six scenes", {"dev": 1, "test": 5}, {"dev": 5, "test": 25})
+    monkeypatch.setattr(cli, "read_records", lambda *_, **__: (some, report))
+    monkeypatch.setattr(  # one is a reference caption, one is markup
+        cli,
+        "write_captions",
+        lambda *_, **__: {
+            r.name: r.captions[0] if i else "<script>a ring</script>"
+            for i, r in enumerate(some[1:])
+        },
+    )
+    files = ("--json", tmp_path / "r.json", "--out", tmp_path / "out")
+    out = run(capsys, "evaluate", "--model", model, "--data", "scenes", "--grounding", *files)
+    assert "teacher_forced: " in out and "generated: " in out and "centre" in out
+    grounding = json.loads((tmp_path / "r.json").read_text())["grounding"]
+    assert grounding.keys() == {"teacher_forced", "generated", "faithfulness"}
+    for how in ("teacher_forced", "generated"):
+        assert grounding[how].keys() >= {"phrases", "correctness", "uniform", "pointing", "center"}
+        assert 0 < grounding[how]["correctness"] < 1
+    page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+    assert page.tags["script"] == 0 and page.tags["svg"] == 1 and page.tags["figure"] == 18
+    assert all(source.startswith("data:image/jpeg;base64,") for source in page.sources)
+    for title in ("attention correctness", "pointing", "Worst words", "Median captions", "CIDEr"):
+        assert title in page.text
+    picture = base64.b64decode(page.sources[0].partition(",")[2])
+    assert Image.open(io.BytesIO(picture)).size == (48, 48)
+
+
+def test_evaluate_reads_the_boxes_of_a_file(model, dataset, records, capsys, tmp_path):
+    rows = []
+    for i, record in enumerate(records[:6]):
+        boxes, sentences = {}, []
+        for caption, phrases in zip(record.captions, record.phrases):
+            named = []
+            for phrase in phrases:
+                boxes[str(len(boxes))] = phrase.boxes
+                entity = str(len(boxes) - 1)
+                place = {"start": phrase.start, "end": phrase.end}
+                named.append({"entity": entity, "kind": phrase.kind} | place)
+            sentences.append({"caption": caption, "phrases": named})
+        rows.append({"image": f"{i}.png", "boxes": boxes, "sentences": sentences})
+    file = tmp_path / "entities.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    options = ("--grounding", file, "--json", tmp_path / "r.json", "--num-beams", 1)
+    run(capsys, "evaluate", "--model", model, "--data", dataset, *options)
+    forced = json.loads((tmp_path / "r.json").read_text())["grounding"]["teacher_forced"]
+    assert forced["phrases"] == sum(len(p) for r in records[3:6] for p in r.phrases)
+
+
+def test_grounding_needs_boxes(model, dataset, fails, tmp_path):
+    arguments = ("evaluate", "--model", model, "--data", dataset, "--grounding")
+    assert "has no boxes of phrases in split 'test': --grounding FILE" in fails(*arguments)
+    assert "cannot read" in fails(*arguments, tmp_path / "none.jsonl")

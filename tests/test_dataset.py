@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from vlattn.data.dataset import CaptionDataset, collate, epoch_batches, pack
 from vlattn.data.records import Phrase, Record
-from vlattn.images import Preprocess
+from vlattn.images import VIEWS, Preprocess
 from vlattn.tokenizer import Tokenizer
 
 PREPROCESS = Preprocess((64, 96))
@@ -204,7 +204,7 @@ def test_every_view_has_its_turn(records, tokenizer):
 
 
 def test_regions_are_the_patches_under_the_boxes_of_the_targets_phrase(tokenizer):
-    """Counted on a raster of 12 x 12 points per patch; begin, end and other words have none."""
+    """Counted on a raster of 12 x 12 points per patch; so has the word after the phrase."""
     boxes = ((0.0, 0.25, 0.5, 0.625), (0.75, 0.5, 1.0, 1.0))
     text = "we see a red ring and a blue star"
     phrase = Phrase(text.index("a red"), text.index(" and"), "object", boxes)
@@ -222,10 +222,40 @@ def test_regions_are_the_patches_under_the_boxes_of_the_targets_phrase(tokenizer
     words = [tokenizer.decode([token]) for token in batch.targets.tolist()]
     assert words == [*text.split(), ""]
     for number, word in enumerate(words):
-        inside = expected if number in (2, 3, 4) else np.zeros((4, 6))
+        inside = expected if number in (2, 3, 4, 5) else np.zeros((4, 6))
         np.testing.assert_allclose(
             batch.regions[number].view(4, 6), inside, atol=1e-6, err_msg=word
         )
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "word"])
+def test_phrases_find_their_tokens_in_any_spelling(kind, records):
+    """Offsets were those of the decoded text, which has other spaces and lacks unknown words."""
+    text = "A  zebra-like  Ring  beside  a RED  star"
+    phrase = Phrase(text.index("a RED"), len(text), "object", ((0.0, 0.0, 1.0, 1.0),))
+    tokenizer = Tokenizer.train([c for r in records for c in r.captions], kind=kind)
+    record = Record(np.zeros((40, 60, 3), np.uint8), (text,), phrases=((phrase,),))
+    batch = collate([dataset([record], tokenizer, grid_size=(4, 6))[0]])
+    inside = batch.targets[batch.regions.any(1)].tolist()
+    assert inside[-1] == tokenizer.eos_id
+    assert tokenizer.decode(inside) == "a red star"
+
+
+@pytest.mark.parametrize("view", range(VIEWS))
+def test_regions_of_a_view_are_where_it_shows_them(view, tokenizer):
+    """A bright box is where the region is; a box that the view's crop leaves out is nowhere."""
+    image = np.zeros((160, 160, 3), np.uint8)
+    image[40:60, 100:140] = 255
+    box = (100 / 160, 40 / 160, 140 / 160, 60 / 160)
+    outside = (0.0, 0.0, 0.02, 0.02) if view in (3, 4) else (0.98, 0.98, 1.0, 1.0)
+    phrase = Phrase(0, 5, "object", (box, outside) if view >= 2 else (box,))
+    record = Record(image, ("a red star",), phrases=((phrase,),))
+    data = dataset([record], tokenizer, views=VIEWS, grid_size=(8, 8)).epoch(view)
+    example = data[0]
+    shown = (data.pixels(0, view).mean(0) + 1) / 2  # 0 to 1
+    shown = shown.unflatten(0, (8, -1)).unflatten(2, (8, -1)).mean((1, 3))
+    region = example.regions[0].view(8, 8)
+    torch.testing.assert_close(region, shown, atol=0.12, rtol=0)
 
 
 def test_a_data_set_without_a_grid_has_no_regions(records, tokenizer):

@@ -4,12 +4,15 @@ import functools
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vlattn.encoder import PatchEmbed, PatchFeatures, PatchPositions, TimmEncoder, ViT
+from vlattn.images import Preprocess
 
 B = 2
 
@@ -202,6 +205,7 @@ def test_unknown_positions_are_refused():
 
 MODELS = {  # name: (image size, prefix tokens, width)
     "resnet18": ((64, 96), 0, 512),
+    "vit_relpos_small_patch16_224": ((32, 48), 0, 384),
     "vit_tiny_patch16_224": ((32, 48), 1, 192),
     "swin_tiny_patch4_window7_224": ((64, 96), 0, 768),
     "convnext_atto": ((64, 96), 0, 320),
@@ -241,6 +245,40 @@ def test_timm_models_give_their_last_map_without_prefix_tokens(name):
     with torch.no_grad():
         torch.testing.assert_close(tokens, last_map(encoder.model, pixels, prefix, dim))
     torch.testing.assert_close(encoder(pixels[1:]).tokens, tokens[1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["squeeze", "crop", "pad"])
+@pytest.mark.parametrize("name", ["own", "own-registers", *MODELS])
+def test_the_patch_that_saw_a_spot_is_drawn_on_the_spot(name, mode):
+    """From picture to overlay, for each family: maps were off by the class token, turned, or where
+    the spot was in the resized picture (I1, I2)."""
+    if name.startswith("own"):
+        torch.manual_seed(0)
+        encoder = ViT((32, 48), 16, dim=32, depth=1, num_registers=4 * (name != "own")).eval()
+    else:
+        encoder = timm_encoder(name)
+    scale = 3 if name in ("resnet18", "tf_efficientnet_lite0") else 1  # they see far around
+    size = tuple(scale * side for side in encoder.image_size)
+    preprocess = Preprocess(size, mode, encoder.mean, encoder.std)
+    width, height = (240, 100) if mode == "pad" else (150, 120)
+    dark = Image.new("RGB", (width, height))
+    rows, columns = (scale * cells for cells in encoder.grid_size)
+    _, geometry = preprocess(dark)
+    left, top, right, bottom = geometry.box
+    down, across = (bottom - top) / rows, (right - left) / columns
+    for row, column in ((0, columns - 1), (rows - 1, 0)):
+        x, y = left + (column + 0.5) * across, top + (row + 0.5) * down
+        y = min(max(y, 0.2 * height), 0.8 * height)  # a padded border has no picture
+        spot = dark.copy()
+        spot.paste("white", tuple(map(round, (x - 9, y - 9, x + 9, y + 9))))
+        seen, unseen = (encoder(preprocess(image)[0][None]).tokens[0] for image in (spot, dark))
+        moved = (seen - unseen).detach().norm(dim=-1)
+        one_hot = torch.zeros(rows * columns).index_fill_(0, moved.argmax(), 1)
+        heat = geometry.to_image(one_hot.view(rows, columns))
+        assert np.isnan(heat).any() == (mode == "crop")
+        peak_y, peak_x = np.unravel_index(np.nanargmax(heat), heat.shape)
+        patches = 1.5 if scale > 1 else 0.5  # what moves most may be the neighbour of the spot's
+        assert abs(peak_x - x) <= patches * across + 1 and abs(peak_y - y) <= patches * down + 1
 
 
 @pytest.mark.parametrize("image_size", [(64, 128), (128, 64)])

@@ -364,6 +364,7 @@ def caption(mode, image_size):
         text="a ring",
         words=(Word("a", 0, 1, -0.1), Word(" ring", 1, 6, -0.7)),
         layer_attention=maps,  # (2 words, 3 layers, 5 heads, 2, 3)
+        layer_relevance=maps,
         attention=maps.mean((1, 2)),
         score=-0.4,
         finished=True,

@@ -506,7 +506,7 @@ def test_preprocess_survives_json():
         (
             lambda: Geometry((5, 7), (0, 0, 7, 5)).to_image(np.ones(6)),
             ValueError,
-            r"map must be \(gh, gw\), got shape \(6,\)",
+            r"map must be \(..., gh, gw\), got shape \(6,\)",
         ),
     ],
 )

@@ -20,7 +20,7 @@ from vlattn.config import CaptionerConfig
 from vlattn.decoder import TextDecoder
 from vlattn.encoder import PatchFeatures, PatchPositions, TimmEncoder, ViT
 from vlattn.files import write_aside, write_json
-from vlattn.generation import Caption, Hypothesis, Word, beam_search, sample, shown
+from vlattn.generation import Caption, Hypothesis, Word, beam_search, maps_to_show, sample
 from vlattn.images import Geometry, Preprocess, open_image
 from vlattn.model_folder import find_model, model_card, read_json, read_weights, write_weights
 from vlattn.tokenizer import Tokenizer
@@ -140,14 +140,17 @@ class Captioner(nn.Module):
         return CaptionerOutput(self.decoder.logits(hidden), weights)
 
     def forward(
-        self, images: Tensor, packed: PackedTokens, need_weights: bool = False
+        self,
+        images: Tensor,
+        packed: PackedTokens,
+        need_weights: bool | Sequence[int] = False,
     ) -> CaptionerOutput:
         """The training pass: the K real tokens, row by row, without padding.
 
         Args:
             images: pixels, or kept features; see `features`.
             packed: the captions of each picture in one row.
-            need_weights: also return the weights of cross-attention.
+            need_weights: see `decode`.
         """
         features = self.features(images)
         cache = self.decoder.start(self.memory(features))
@@ -278,7 +281,7 @@ class Captioner(nn.Module):
         captions = []
         for start in range(0, len(images), batch_size):
             pictures = [open_image(image) for image in images[start : start + batch_size]]
-            features, geometries = self._encode_pictures(pictures)
+            features, geometries = self.read_pictures(pictures)
             found = self.generate(
                 features,
                 prompt=prompt,
@@ -293,7 +296,7 @@ class Captioner(nn.Module):
                 generator=generator,
             )
             texts = [best for best, *_ in found]
-            captions += self._explain(texts, features, pictures, geometries)
+            captions += self.explain_texts(texts, features, pictures, geometries)
         return captions
 
     def explain(self, image: Any, text: str) -> Caption:
@@ -310,18 +313,62 @@ class Captioner(nn.Module):
         if len(tokens) > limit:
             raise ValueError(f"text must have at most {limit} tokens, got {len(tokens)}")
         picture = open_image(image)
-        features, geometries = self._encode_pictures([picture])
+        features, geometries = self.read_pictures([picture])
         given = Hypothesis(tokens, None, True)
-        return self._explain([given], features, [picture], geometries)[0]
+        return self.explain_texts([given], features, [picture], geometries)[0]
+
+    def relevance(self, tokens: Tensor, features: PatchFeatures) -> Tensor:
+        """How much looking there raises the text's probability: attention times its gradient.
+
+        After Chefer et al., "Generic Attention-model Explainability for Interpreting Bi-Modal and
+        Encoder-Decoder Transformers", ICCV 2021.
+
+        Args:
+            tokens: (R, T + 1) texts from begin token on, right-padded; see `decode`.
+
+        Returns:
+            (R, L, H, T, N) weights times the gradient of the sum of the tokens' log-probabilities,
+            zero where that is negative. A row of the last layer tells of the next token alone; one
+            of a layer before it tells of those behind it too.
+        """
+        decoder = self.decoder
+        with self._evaluating(), torch.inference_mode(False), torch.enable_grad():
+            tokens, patches = tokens.clone(), features.tokens.clone()  # no inference tensors
+            memory = self.memory(features._replace(tokens=patches)).detach().requires_grad_()
+            cache = decoder.start(memory)
+            layers = range(len(decoder.blocks))
+            (hidden, weights), seen = decoder.trace(tokens[:, :-1], cache, wanted=layers)
+            targets = tokens[:, 1:]
+            logprobs = decoder.logits(hidden).float().log_softmax(-1)
+            logprobs = logprobs.gather(2, targets[:, :, None]).squeeze(2)
+            total = logprobs[targets != self.tokenizer.pad_id].sum()
+            gradients = torch.autograd.grad(total, seen)  # each (R, T, D)
+        raised = [
+            block.cross_attn.weight_gradient(gradient, cache.memory(layer))
+            for layer, (block, gradient) in enumerate(zip(decoder.blocks, gradients))
+        ]
+        return (weights * torch.stack(raised, dim=1)).detach().clamp(min=0)
+
+    def maps_to_show(self, layer_attention: Tensor, relevance: Tensor) -> Tensor:
+        """The maps of a caption's words that overlays show by default; see `maps_to_show`."""
+        config = self.config
+        return maps_to_show(
+            layer_attention,
+            relevance,
+            layer=config.overlay_layer,
+            head=config.overlay_head,
+            view=config.overlay_view,
+        )
 
     @torch.inference_mode()
-    def _encode_pictures(self, pictures: list[Image.Image]) -> tuple[PatchFeatures, list[Geometry]]:
+    def read_pictures(self, pictures: list[Image.Image]) -> tuple[PatchFeatures, list[Geometry]]:
+        """Upright pictures, as `open_image` gives, to patch features and the way back."""
         pixels, geometries = zip(*map(self.preprocess, pictures))
         with self._evaluating():
             return self.encode(torch.stack(pixels).to(self.device)), list(geometries)
 
     @torch.inference_mode()
-    def _explain(
+    def explain_texts(
         self,
         texts: list[Hypothesis],
         features: PatchFeatures,
@@ -337,17 +384,20 @@ class Captioner(nn.Module):
             logits, weights = self.decode(tokens[:, :-1].to(self.device), features, True)
         # Row t of logits and weights wrote token t + 1.
         logprobs = logits.float().log_softmax(-1).cpu().gather(2, tokens[:, 1:, None]).squeeze(2)
-        maps = weights.float().cpu().permute(0, 3, 1, 2, 4)  # (R, T, L, H, N)
-        maps = maps.unflatten(-1, features.grid_size)  # (R, T, L, H, gh, gw)
-        return [
-            self._make_caption(*row) for row in zip(texts, logprobs, maps, pictures, geometries)
-        ]
+        raised = self.relevance(tokens.to(self.device), features)
+        maps, raised = (
+            x.float().cpu().permute(0, 3, 1, 2, 4).unflatten(-1, features.grid_size)
+            for x in (weights, raised)
+        )  # (R, T, L, H, gh, gw)
+        rows = zip(texts, logprobs, maps, raised, pictures, geometries)
+        return [self._make_caption(*row) for row in rows]
 
     def _make_caption(
         self,
         text: Hypothesis,
         logprobs: Tensor,
         maps: Tensor,
+        raised: Tensor,
         picture: Image.Image,
         geometry: Geometry,
     ) -> Caption:
@@ -355,14 +405,17 @@ class Captioner(nn.Module):
         words = tuple(
             Word(s.text, s.start, s.end, float(logprobs[s.first : s.last].sum())) for s in spans
         )
-        merged = [maps[s.first : s.last].mean(0) for s in spans]  # each (L, H, gh, gw)
-        layer_attention = torch.stack(merged) if merged else maps[:0]
+        layer_attention, relevance = (
+            torch.stack([x[s.first : s.last].mean(0) for s in spans]) if spans else x[:0]
+            for x in (maps, raised)
+        )  # (words, L, H, gh, gw)
         score = float(logprobs[: len(text.tokens) + 1].mean()) if text.score is None else text.score
         return Caption(
             text=self.tokenizer.decode(text.tokens),
             words=words,
             layer_attention=layer_attention,
-            attention=shown(layer_attention),
+            layer_relevance=relevance,
+            attention=self.maps_to_show(layer_attention, relevance),
             score=score,
             finished=text.finished,
             image=picture,

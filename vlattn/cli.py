@@ -17,10 +17,13 @@ from vlattn import metrics
 from vlattn.captioner import Captioner
 from vlattn.config import CaptionerConfig, TrainConfig
 from vlattn.data.dataset import CaptionDataset
+from vlattn.data.entities import with_phrases
 from vlattn.data.layouts import read_records
 from vlattn.data.records import DataError
 from vlattn.evaluation import Habits, score_captions, write_captions, write_results
+from vlattn.evaluation_report import write_report
 from vlattn.files import write_json
+from vlattn.grounding import grounding_line, measure_grounding
 from vlattn.images import ImageError
 from vlattn.training import train
 
@@ -71,9 +74,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--image-column", help="column of a table that names the picture")
     command.add_argument("--caption-column", help="column of a table that holds the caption")
     command.add_argument("--split", default="test")
+    command.add_argument(
+        "--grounding",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="measure whether words look into their boxes: those of an entities.jsonl, or without "
+        "FILE those of the data set",
+    )
     command.add_argument("--json", dest="report", metavar="FILE", help="write the scores to a file")
     command.add_argument(
-        "--out", metavar="DIR", help="write captions.json (COCO's result format) and scores.json"
+        "--out",
+        metavar="DIR",
+        help="write report.html, captions.json (COCO's result format) and scores.json",
     )
     _add_generation(command)
 
@@ -198,6 +211,7 @@ def _evaluate(
     image_column: str | None,
     caption_column: str | None,
     split: str,
+    grounding: str | None,
     report: str | None,
     out: str | None,
     **generation: Any,
@@ -206,9 +220,13 @@ def _evaluate(
     records, found = read_records(
         data, layout, image_column=image_column, caption_column=caption_column
     )
+    if grounding:
+        records = with_phrases(records, grounding)
     chosen = [record for record in records if record.split == split]
     if not chosen:
         raise DataError(f"{data} has no split {split!r}, only {', '.join(found.images)}")
+    if grounding is not None and not any(any(record.phrases) for record in chosen):
+        raise DataError(f"{data} has no boxes of phrases in split {split!r}: --grounding FILE")
     dataset = CaptionDataset(
         chosen, captioner.tokenizer, captioner.preprocess, max_len=captioner.config.max_len
     )
@@ -218,20 +236,30 @@ def _evaluate(
     scores = score_captions(written, chosen)
     print(f"{split}, {len(written):,} images: {scores}")
     print(Habits.of(written))
+    results = {"captions": _caption_values(scores, len(written))}
+    grounded = None
+    if grounding is not None:
+        dev = [record for record in records if record.split == "dev"]
+        grounded, results["grounding"] = measure_grounding(captioner, chosen, dev, written)
+        for how in ("teacher_forced", "generated"):
+            if how in results["grounding"]:
+                print(f"{how}: {grounding_line(results['grounding'][how])}")
     if out:
-        write_results(Path(out), written, scores)
+        folder = Path(out)
+        write_results(folder, written, scores)
+        page = folder / "report.html"
+        write_report(page, captioner, chosen, results, written, scores, grounded)
     if report:
-        _write_report(Path(report), scores, written)
+        write_json(Path(report), results)
 
 
-def _write_report(path: Path, scores: metrics.Scores, written: dict[str, str]) -> None:
-    captions = {
+def _caption_values(scores: metrics.Scores, images: int) -> dict[str, Any]:
+    return {
         "bleu": list(scores.bleu),
         "rouge_l": scores.rouge_l,
         "cider": None if scores.cider != scores.cider else scores.cider,  # NaN is no JSON
-        "images": len(written),
+        "images": images,
     }
-    write_json(path, {"captions": captions})
 
 
 def _caption(

@@ -105,8 +105,8 @@ class DecoderBlock(nn.Module):
         places: Tensor,
         mask: Tensor | None,
         need_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """x (R, T, D) -> the same, and cross-attention weights (R, H, T, N)."""
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """x (R, T, D) -> the same, and of cross-attention weights (R, H, T, N) and output."""
         past = self._look_back(self._before(self.norm1, x), cache, layer, places, mask)
         x = self._after(self.norm1, x + self.dropout(past))
         seen, weights = self._look_at(
@@ -114,7 +114,7 @@ class DecoderBlock(nn.Module):
         )
         x = self._after(self.norm2, x + self.dropout(seen))
         thought = self.mlp(self._before(self.norm3, x))
-        return self._after(self.norm3, x + self.dropout(thought)), weights
+        return self._after(self.norm3, x + self.dropout(thought)), weights, seen
 
     def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
         return norm(x) if self.norm_first else x
@@ -269,7 +269,17 @@ class TextDecoder(nn.Module):
         Raises:
             ValueError: a text would be longer than `max_len`, or there is no such layer.
         """
-        wanted = self._layers(need_weights)
+        return self.trace(tokens, cache, places, mask, self._layers(need_weights))[0]
+
+    def trace(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        places: Tensor | None = None,
+        mask: Tensor | None = None,
+        wanted: Sequence[int] = (),
+    ) -> tuple[DecoderOutput, list[Tensor]]:
+        """`forward`, and what cross-attention gave in each layer, (R, T, D)."""
         num_tokens = tokens.size(1)
         if places is None:
             start = len(cache)
@@ -284,11 +294,12 @@ class TextDecoder(nn.Module):
         if self.positions is not None:
             x = x + self.positions[places]
         x = self.dropout(self.embed_norm(x))
-        seen = {}
+        looked, seen = {}, []
         for layer, block in enumerate(self.blocks):
-            x, seen[layer] = block(x, cache, layer, places, mask, layer in wanted)
-        weights = torch.stack([seen[layer] for layer in wanted], dim=1) if wanted else None
-        return DecoderOutput(self.norm(x), weights)
+            x, looked[layer], output = block(x, cache, layer, places, mask, layer in wanted)
+            seen.append(output)
+        weights = torch.stack([looked[layer] for layer in wanted], dim=1) if wanted else None
+        return DecoderOutput(self.norm(x), weights), seen
 
     def _layers(self, need_weights: bool | Sequence[int]) -> list[int]:
         if isinstance(need_weights, bool):

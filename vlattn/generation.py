@@ -268,10 +268,40 @@ def _check_at_least(name: str, value: float, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def shown(maps: Tensor) -> Tensor:
-    """(words, gh, gw) that sum to 1: the mean of layers and heads of (words, L, H, gh, gw)."""
-    mean = maps.mean((1, 2))
-    return mean / mean.sum((-2, -1), keepdim=True)
+OVERLAY_VIEWS = ("where", "more_than_usual", "matters")
+
+
+def maps_to_show(
+    layer_attention: Tensor,
+    relevance: Tensor,
+    *,
+    layer: int | None,
+    head: int | None,
+    view: str,
+) -> Tensor:
+    """One map per word of a caption, each of sum 1.
+
+    Args:
+        layer_attention: (words, L, H, gh, gw).
+        relevance: (words, L, H, gh, gw), see `Captioner.relevance`.
+        layer, head: which to show; the mean over all of them where None.
+        view: "where", the attention as it is, or "more_than_usual", the attention times its ratio
+            to the mean over the words of the caption: with less of what every word looks at; or
+            "matters", the attention times its relevance: with less of what changes nothing.
+    """
+    if view not in OVERLAY_VIEWS:
+        raise ValueError(f"view must be one of {', '.join(OVERLAY_VIEWS)}, got {view!r}")
+    layers = slice(None) if layer is None else [layer]
+    heads = slice(None) if head is None else [head]
+    maps, relevance = (
+        x[:, layers][:, :, heads].mean((1, 2)) for x in (layer_attention, relevance)
+    )  # (words, gh, gw)
+    maps = maps / maps.sum((1, 2), keepdim=True)  # prefix tokens may have had their share
+    if view == "where" or len(maps) == 0:
+        return maps
+    more = maps * (maps / maps.mean(0).clamp(min=1e-9) if view == "more_than_usual" else relevance)
+    total = more.sum((1, 2), keepdim=True)
+    return torch.where(total > 0, more / total.clamp(min=torch.finfo(total.dtype).tiny), maps)
 
 
 @dataclass(frozen=True)
@@ -299,7 +329,9 @@ class Caption:
         words: its words, in order.
         layer_attention: (words, L, H, gh, gw) cross-attention that wrote each word, the mean over
             its tokens; each map sums to the share of the picture's patches, mostly 1.
-        attention: (words, gh, gw) the map that is shown for each word; it sums to 1.
+        layer_relevance: (words, L, H, gh, gw) how much it helped, see `Captioner.relevance`.
+        attention: (words, gh, gw) the map that is shown for each word; it sums to 1. The
+            captioner's `config.overlay_layer`, `overlay_head` and `overlay_view` say which.
         score: see `beam_search`.
         finished: whether the end token was reached.
         image: the upright original picture.
@@ -309,18 +341,20 @@ class Caption:
     text: str
     words: tuple[Word, ...]
     layer_attention: Tensor
+    layer_relevance: Tensor
     attention: Tensor
     score: float
     finished: bool
     image: Image.Image
     geometry: Geometry
 
-    def select(self, layer: int | None = None, head: int | None = None) -> "Caption":
-        """The same caption shown by one layer or head; the mean over all of them where omitted."""
-        maps = self.layer_attention  # (words, L, H, gh, gw)
-        maps = maps if layer is None else maps[:, [layer]]
-        maps = maps if head is None else maps[:, :, [head]]
-        return replace(self, attention=shown(maps))
+    def select(
+        self, layer: int | None = None, head: int | None = None, view: str = "where"
+    ) -> "Caption":
+        """The same caption, shown another way; see `maps_to_show`."""
+        attention, relevance = self.layer_attention, self.layer_relevance
+        shown = maps_to_show(attention, relevance, layer=layer, head=head, view=view)
+        return replace(self, attention=shown)
 
     def heatmap(self, word: int) -> np.ndarray:
         """Map of a word over the original picture: sum 1, NaN where the model saw nothing.

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -207,21 +207,28 @@ class Geometry:
         no weight turns negative.
 
         Args:
-            map: one value per patch, (gh, gw).
+            map: one value per patch, (gh, gw), or several such maps, (..., gh, gw).
 
         Returns:
-            (H, W) float32, NaN where the model saw nothing.
+            (..., H, W) float32, NaN where the model saw nothing.
         """
         map = map.detach().float().cpu() if isinstance(map, Tensor) else map
         patches = np.asarray(map, np.float32)
-        if patches.ndim != 2:
-            raise ValueError(f"map must be (gh, gw), got shape {patches.shape}")
+        if patches.ndim < 2:
+            raise ValueError(f"map must be (..., gh, gw), got shape {patches.shape}")
         left, top, right, bottom = self.box
-        image = np.full(self.image_size, np.nan, np.float32)
-        y, rows = _bicubic(top, bottom, patches.shape[0], self.image_size[0])
-        x, columns = _bicubic(left, right, patches.shape[1], self.image_size[1])
-        np.clip(rows @ patches @ columns.T, patches.min(), patches.max(), out=image[y, x])
+        image = np.full((*patches.shape[:-2], *self.image_size), np.nan, np.float32)
+        y, rows = _bicubic(top, bottom, patches.shape[-2], self.image_size[0])
+        x, columns = _bicubic(left, right, patches.shape[-1], self.image_size[1])
+        low, high = (f(patches, axis=(-2, -1), keepdims=True) for f in (np.min, np.max))
+        np.clip(rows @ patches @ columns.T, low, high, out=image[..., y, x])
         return image
+
+    def resized(self, image_size: tuple[int, int]) -> "Geometry":
+        """That of the same picture at another size (H, W)."""
+        y, x = (new / old for new, old in zip(image_size, self.image_size))
+        left, top, right, bottom = self.box
+        return Geometry(image_size, (left * x, top * y, right * x, bottom * y))
 
 
 def _bicubic(start: float, stop: float, patches: int, pixels: int) -> tuple[slice, np.ndarray]:
@@ -244,6 +251,8 @@ CORNERS = ((0, 0), (1, 1), (1, 0), (0, 1))  # (right, bottom) of the crops, in t
 CROP = 7 / 8  # of either side
 VIEWS = 2 + len(CORNERS)
 
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in fractions of width and height
+
 
 def view_of(image: Image.Image, view: int) -> Image.Image:
     """What training shows in place of a picture.
@@ -257,6 +266,21 @@ def view_of(image: Image.Image, view: int) -> Image.Image:
         left, top = right * (image.width - width), bottom * (image.height - height)
         image = image.crop((left, top, left + width, top + height))
     return ImageOps.mirror(image) if view % 2 else image
+
+
+def boxes_in_view(boxes: Iterable[Box], view: int) -> list[Box]:
+    """Where boxes of a picture are in a view of it; without those that its crop leaves out."""
+    right, bottom = CORNERS[view - 2] if view >= 2 else (0, 0)
+    side = CROP if view >= 2 else 1
+    seen = []
+    for box in boxes:
+        x0, x1 = ((x - right * (1 - side)) / side for x in box[::2])
+        y0, y1 = ((y - bottom * (1 - side)) / side for y in box[1::2])
+        x0, x1 = (1 - x1, 1 - x0) if view % 2 else (x0, x1)
+        x0, y0, x1, y1 = (min(max(place, 0.0), 1.0) for place in (x0, y0, x1, y1))
+        if x0 < x1 and y0 < y1:
+            seen.append((x0, y0, x1, y1))
+    return seen
 
 
 @dataclass(frozen=True)

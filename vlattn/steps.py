@@ -30,6 +30,7 @@ def teacher_step(
     The window is that of all processes together, of which each has its share.
     """
     model.train()
+    last_layer = accelerator.unwrap_model(model).config.depth - 1
     num_targets = max(1, _sum(accelerator, sum(batch.targets.numel() for batch in window)))
     total = 0.0
     for batch in window:
@@ -37,7 +38,8 @@ def teacher_step(
             continue
         batch = batch.to(accelerator.device)
         supervised = batch.regions is not None
-        logits, weights = model(batch.images, batch.packed, need_weights=supervised)
+        layers = [last_layer] if supervised else []
+        logits, weights = model(batch.images, batch.packed, need_weights=layers)
         loss = token_loss(logits, batch.targets, label_smoothing) / num_targets
         total += loss.item()
         if supervised:
@@ -61,7 +63,7 @@ def region_loss(weights: Tensor, regions: Tensor) -> Tensor:
     After Liu et al., "Attention Correctness in Neural Image Captioning", AAAI 2017.
 
     Args:
-        weights: (K, L, H, N) cross-attention.
+        weights: (K, L, H, N) cross-attention; its mean over layers and heads is drawn.
         regions: (K, N) share of each patch inside the boxes of the target's phrase.
     """
     inside = (weights.float().mean((1, 2)) * regions).sum(-1)  # (K,)

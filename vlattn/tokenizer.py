@@ -237,6 +237,11 @@ class Tokenizer:
         encodings = self._library.encode_batch_fast(plain, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def offsets(self, texts: Iterable[str]) -> list[list[tuple[int, int]]]:
+        """Which characters of each text its tokens are of, unknown words included."""
+        encodings = self._library.encode_batch(list(map(_plain, texts)))
+        return [encoding.offsets for encoding in encodings]
+
     def unknown_rate(self, captions: Iterable[str]) -> float:
         """The share of the captions' tokens that are unknown; always 0 but for kind "word"."""
         if self.unk_id is None:

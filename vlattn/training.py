@@ -34,6 +34,7 @@ from vlattn.data.records import DataError, Record
 from vlattn.encoder import TimmEncoder
 from vlattn.evaluation import Habits, score_captions, write_captions
 from vlattn.features import KeptFeatures, encode_pictures
+from vlattn.grounding import choose_overlay
 from vlattn.run_folder import Progress, RunFolder
 from vlattn.run_report import draw_captions, draw_curves
 from vlattn.self_critical import SelfCritical
@@ -130,6 +131,10 @@ def train(config: TrainConfig) -> Captioner:
                         averaged.module.save_pretrained(out, scores=told)
             if progress.step % config.checkpoint_every == 0 or last:
                 run.save(accelerator, progress)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        best = Captioner.from_pretrained(out).to(accelerator.device)
+        choose_overlay(best, dev_records).save_pretrained(out)
     accelerator.wait_for_everyone()
     best = Captioner.from_pretrained(out)
     if accelerator.is_main_process:

@@ -197,6 +197,23 @@ class CrossAttention(nn.Module, ABC):
             mask = mask[:, heads]
         return self._attention(query[:, heads], KeyValue(key, no_value), mask, 0.0, True, heads)[1]
 
+    def weight_gradient(self, gradient: Tensor, kv: KeyValue) -> Tensor:
+        """What a gradient with respect to the output is with respect to the weights.
+
+        Args:
+            gradient: (R, T, out_dim); R a multiple of the B rows of `kv`, a row's own together.
+            kv: what was attended to.
+
+        Returns:
+            (R, H, T, N).
+        """
+        if isinstance(self.out_proj, nn.Linear):
+            gradient = gradient @ self.out_proj.weight.to(gradient.dtype)
+        heads = _split_heads(gradient, self.num_heads)  # (R, H, T, D_v)
+        value = kv.value.repeat_interleave(self.num_heads // kv.value.size(1), dim=1)
+        value = value.repeat_interleave(len(heads) // len(value), dim=0)
+        return heads @ value.transpose(2, 3).to(heads.dtype)
+
     @abstractmethod
     def _attention(
         self,

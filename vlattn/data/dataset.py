@@ -5,6 +5,7 @@ B pictures, T tokens of a row, S_h, S_w sides of the input, N patches, D width o
 
 import copy
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vlattn.captioner import PackedTokens
-from vlattn.data.records import Record
-from vlattn.images import ImageError, Preprocess, open_image, view_of
+from vlattn.data.records import Phrase, Record
+from vlattn.images import Box, ImageError, Preprocess, boxes_in_view, open_image, view_of
 from vlattn.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ class Batch(NamedTuple):
         images: (B, 3, S_h, S_w) pixels, or (B, N, D) features of a frozen encoder.
         packed: the captions, see `PackedTokens`.
         targets: (K,) the token that follows each of the K real ones in `packed`, row by row.
-        regions: (K, N) share of each patch that the boxes of the target's phrase cover, zeros for
-            a target without boxes; None unless the data set has a grid.
+        regions: (K, N) share of each patch that the boxes of the target's phrase cover, or where
+            it has no boxes those of the token before; zeros where neither has any; None unless the
+            data set has a grid.
         skipped: why pictures that belong here could not be read, a line each.
     """
 
@@ -77,6 +79,7 @@ class CaptionDataset(Dataset):
         views: of each picture, of which every epoch takes the next; see `view_of`.
         features: `features[index, view]` is read in place of the picture, (N, D) or None where it
             could not be read.
+        grid_size: (gh, gw) of the regions to read, where they are wanted.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class CaptionDataset(Dataset):
             [[bos, *next(ids), eos][: max_len + 1] for _ in r.captions] for r in records
         ]
         self.chosen = [range(len(r.captions)) for r in records]  # which of its captions are read
-        self.tokenizer = tokenizer
+        self.phrases = [] if grid_size is None else _phrases(records, tokenizer)
         self.truncated = sum(c[-1] != eos for captions in self.captions for c in captions)
 
     def epoch(self, number: int) -> "CaptionDataset":
@@ -134,7 +137,7 @@ class CaptionDataset(Dataset):
         except ImageError as error:
             return Example(index, error, [])
         captions = [self.captions[index][k] for k in self.chosen[index]]
-        return Example(index, image, captions, self._regions(index))
+        return Example(index, image, captions, self._regions(index, view))
 
     def pixels(self, index: int, view: int) -> Tensor:
         """(3, S_h, S_w) of a view of a picture.
@@ -150,23 +153,40 @@ class CaptionDataset(Dataset):
             raise ImageError(f"{self.records[index].name!r} could not be read when encoded")
         return torch.from_numpy(features)
 
-    def _regions(self, index: int) -> Tensor | None:
+    def _regions(self, index: int, view: int) -> Tensor | None:
         """(targets, N) of the captions that are read, one after the other."""
         if self.grid_size is None:
             return None
-        record, num_patches = self.records[index], self.grid_size[0] * self.grid_size[1]
-        rows = [torch.zeros(0, num_patches)]
+        rows = [np.zeros((0, self.grid_size[0] * self.grid_size[1]), np.float32)]
         for k in self.chosen[index]:
-            tokens = self.captions[index][k][1:]  # the targets
-            regions = torch.zeros(len(tokens), num_patches)
-            words = self.tokenizer.words(tokens)
-            for phrase in record.phrases[k] if record.phrases else ():
-                covered = _coverage(phrase.boxes, self.grid_size)
-                for word in words:
-                    if word.start < phrase.end and word.end > phrase.start:
-                        regions[word.first : word.last] = covered
+            num_targets = len(self.captions[index][k]) - 1
+            regions = np.zeros((num_targets, rows[0].shape[1]), np.float32)
+            for first, last, boxes in self.phrases[index][k]:
+                regions[first:last] = _coverage(boxes, view, self.grid_size)
+            after = ~regions[1:].any(1) & regions[:-1].any(1)  # a phrase has just been read
+            regions[1:][after] = regions[:-1][after]
             rows.append(regions)
-        return torch.cat(rows)
+        return torch.from_numpy(np.concatenate(rows))
+
+
+def _phrases(
+    records: Sequence[Record], tokenizer: Tokenizer
+) -> list[list[list[tuple[int, int, tuple[Box, ...]]]]]:
+    """Per record and caption, the first and last target of phrases, and their boxes."""
+    offsets = iter(tokenizer.offsets([text for r in records for text in r.captions]))
+    return [
+        [
+            [(*_targets(next_offsets, phrase), phrase.boxes) for phrase in phrases if phrase.boxes]
+            for phrases, next_offsets in zip(r.phrases or [()] * len(r.captions), offsets)
+        ]
+        for r in records
+    ]
+
+
+def _targets(offsets: list[tuple[int, int]], phrase: Phrase) -> tuple[int, int]:
+    """The first token of a phrase, and one past the last."""
+    inside = [i for i, (a, b) in enumerate(offsets) if a < phrase.end and b > phrase.start]
+    return (inside[0], inside[-1] + 1) if inside else (0, 0)
 
 
 def collate(examples: Sequence[Example]) -> Batch:
@@ -186,18 +206,17 @@ def collate(examples: Sequence[Example]) -> Batch:
     )
 
 
-def _coverage(
-    boxes: Sequence[tuple[float, float, float, float]], grid_size: tuple[int, int]
-) -> Tensor:
-    """(N,) share of each patch that the largest part of one of the boxes covers."""
+@lru_cache(256)  # the captions of a picture name the same boxes
+def _coverage(boxes: tuple[Box, ...], view: int, grid_size: tuple[int, int]) -> np.ndarray:
+    """(N,) share of each patch of a view that the largest part of one of the boxes covers."""
     (height, width), covered = grid_size, np.zeros(grid_size, np.float32)
     rows, columns = np.arange(height), np.arange(width)
-    for x0, y0, x1, y1 in boxes:
+    for x0, y0, x1, y1 in boxes_in_view(boxes, view):
         down = np.minimum(rows + 1, y1 * height) - np.maximum(rows, y0 * height)
         across = np.minimum(columns + 1, x1 * width) - np.maximum(columns, x0 * width)
         inside = np.maximum(down, 0)[:, None] * np.maximum(across, 0)
         covered = np.maximum(covered, inside, dtype=np.float32)
-    return torch.from_numpy(covered.ravel())
+    return covered.ravel()
 
 
 def pack(captions: Sequence[Sequence[Sequence[int]]]) -> tuple[PackedTokens, Tensor]:

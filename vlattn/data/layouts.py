@@ -10,7 +10,16 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from vlattn.data.readers import LAYOUTS, SPLITS, Entry, Source, find_files, pictures_below
+from vlattn.data.entities import with_phrases
+from vlattn.data.readers import (
+    LAYOUTS,
+    SPLITS,
+    Entry,
+    Source,
+    at_top,
+    find_files,
+    pictures_below,
+)
 from vlattn.data.records import DataError, Record, Report
 from vlattn.data.scenes import SPLITS as SCENES
 from vlattn.data.scenes import scenes
@@ -25,6 +34,8 @@ def read_records(
     caption_column: str | None = None,
 ) -> tuple[list[Record], Report]:
     """Read a captioned data set; its pictures are found, but not opened.
+
+    Phrases of the layout `flickr8k` come from an `entities.jsonl` beside it; see `with_phrases`.
 
     The data set's own splits hold. Without any, a hash of its name draws the split of each picture
     (and of its copies), so that pictures that are added later move no other.
@@ -64,6 +75,10 @@ def read_records(
     for (file, split), texts in captions.items():
         records.append(Record(file, tuple(texts), split or drawn[file], name=names[file]))
         alike[first[file]].append((names[file], records[-1].split))
+    for boxes in at_top(source.folder, "entities.jsonl")[: layout == "flickr8k"]:
+        records = with_phrases(records, boxes)
+        found = sum(any(phrases) for record in records for phrases in record.phrases)
+        source.notes.append(f"{boxes.name} has phrases of {found:,} of them")
     duplicates = tuple(tuple(group) for group in alike.values() if len(group) > 1)
     title = f"{root} (layout {layout}, {sum(len(e.captions) for e in entries):,} captions)"
     title = "; ".join((title, *source.notes))

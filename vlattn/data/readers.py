@@ -81,7 +81,7 @@ def find_files(root: Path, layout: str) -> tuple[str, list[Path]]:
 
 
 def _token_files(root: Path) -> list[Path]:
-    found = [*_at_top(root, "*.token.txt"), *_at_top(root, "*.token")]
+    found = [*at_top(root, "*.token.txt"), *at_top(root, "*.token")]
     return [file for file in found if ".lemma." not in file.name][:1]
 
 
@@ -163,7 +163,7 @@ def _json_list(file: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _metadata_files(root: Path) -> list[Path]:
-    return [file for suffix in TABLES for file in _at_top(root, f"metadata{suffix}")]
+    return [file for suffix in TABLES for file in at_top(root, f"metadata{suffix}")]
 
 
 def _imagefolder(files: list[Path], source: Source) -> Iterator[Entry]:
@@ -221,7 +221,7 @@ LAYOUTS = {
 }
 
 
-def _at_top(root: Path, pattern: str) -> list[Path]:
+def at_top(root: Path, pattern: str) -> list[Path]:
     """Files in the folder itself or one below."""
     return sorted(root.glob(pattern)) + sorted(root.glob(f"*/{pattern}"))
 
@@ -229,7 +229,7 @@ def _at_top(root: Path, pattern: str) -> list[Path]:
 def _given_or_at_top(root: Path, pattern: str) -> list[Path]:
     if root.is_file():
         return [root] if root.match(pattern) else []
-    return _at_top(root, pattern)
+    return at_top(root, pattern)
 
 
 # ---- tables ----

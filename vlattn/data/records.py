@@ -4,6 +4,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from vlattn.images import Box
+
 
 class DataError(ValueError):
     """A data set that cannot be read; the message says where and why."""
@@ -12,13 +14,13 @@ class DataError(ValueError):
 class Phrase(NamedTuple):
     """The characters start..end of a caption, and where in the picture they are.
 
-    `boxes` are (x0, y0, x1, y1) in fractions of width and height; none where it is not visible.
+    It has no `boxes` where it is not visible.
     """
 
     start: int
     end: int
     kind: str
-    boxes: tuple[tuple[float, float, float, float], ...]
+    boxes: tuple[Box, ...]
 
 
 class Record(NamedTuple):
