@@ -347,7 +347,8 @@ class Captioner(nn.Module):
             block.cross_attn.weight_gradient(gradient, cache.memory(layer))
             for layer, (block, gradient) in enumerate(zip(decoder.blocks, gradients))
         ]
-        return (weights * torch.stack(raised, dim=1)).detach().clamp(min=0)
+        helped = weights * torch.stack(raised, dim=1)
+        return helped[..., features.num_prefix :].detach().clamp(min=0)
 
     def maps_to_show(self, layer_attention: Tensor, relevance: Tensor) -> Tensor:
         """The maps of a caption's words that overlays show by default; see `maps_to_show`."""
