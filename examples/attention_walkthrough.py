@@ -83,7 +83,7 @@ def show_tokens(page: Page, tokenizer: Tokenizer, text: str) -> None:
     for sentence in (text, CHINESE):
         page.text(f'"{sentence}": {len(sentence)} characters, {len(sentence.encode())} bytes')
         found = {name: kind.pieces(kind.encode(sentence)) for name, kind in kinds.items()}
-        rows = [(name, len(pieces), "  ".join(pieces)) for name, pieces in found.items()]
+        rows = [(name, len(pieces), pieces) for name, pieces in found.items()]
         page.table(["vocabulary", "tokens", "pieces"], rows)
 
 

@@ -25,7 +25,8 @@ h1 { font-size: 2.3rem; line-height: 1.2; margin: 0 0 1rem }
 h2 { margin: 4rem 0 1rem; padding-top: 1.4rem; border-top: 1px solid var(--line) }
 h2 b { color: var(--plus); margin-right: .8rem }
 p { max-width: 46rem; margin: .8rem 0 }
-figure { margin: 1.6rem 0; overflow-x: auto }
+figure { display: inline-block; vertical-align: top; max-width: 100%; overflow-x: auto;
+  margin: .9rem 2.6rem .9rem 0 }
 figcaption { color: var(--faint); font-size: .9rem; margin-bottom: .4rem }
 figcaption b { color: var(--ink); font-size: 1rem; margin-right: .6rem }
 table { border-collapse: collapse; font: 13.5px/1.5 ui-monospace, "DejaVu Sans Mono", monospace }
@@ -33,9 +34,11 @@ th { color: var(--faint); font-weight: normal; text-align: right; padding: .15re
   white-space: nowrap }
 .text th { text-align: left; border-bottom: 1px solid var(--ink) }
 .text td { padding: .3rem .7rem; border-bottom: 1px solid #ececef; vertical-align: top }
-.text td:last-child { overflow-wrap: anywhere }
+.text td:first-child { white-space: nowrap }
+.text span { display: inline-block; margin: 0 .25rem .15rem 0; padding: 0 .3rem;
+  background: #f4f4f6; border-bottom: 2px solid var(--line) }
 .cells tr:first-child th { text-align: center; padding: .15rem .3rem }
-.cells td { min-width: 3rem; padding: .3rem 0; border: 1px solid var(--paper); text-align: center;
+.cells td { min-width: 3.2rem; padding: .3rem 0; border: 1px solid var(--paper); text-align: center;
   background: color-mix(in srgb, var(--tone, var(--plus)) calc(var(--v) * 75%), #f4f4f6) }
 .cells td.minus { --tone: var(--minus) }
 .cells td.off { background: repeating-linear-gradient(45deg, #dcdce1 0 3px, #f4f4f6 3px 6px) }
@@ -72,7 +75,7 @@ class Page:
             self._parts.append(f"<p>{escape(paragraph)}</p>")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Columns of text and numbers; the last column may be long."""
+        """Columns of text, numbers, or lists of pieces of text; the last column may be long."""
         lines = [[_cell(value) for value in row] for row in rows]
         widths = [max(map(_columns, column)) for column in zip(header, *lines)]
         print()
@@ -83,10 +86,8 @@ class Page:
             indent = " " * _columns(start)
             wide = textwrap.wrap(line[-1], max(20, WIDTH - len(indent)), break_on_hyphens=False)
             print(start + f"\n{indent}".join(wide))
-        body = "".join(_row("td", line) for line in lines)
-        self._parts.append(
-            f'<figure><table class="text">{_row("th", header)}{body}</table></figure>'
-        )
+        head, body = _row("th", header), "".join(_row("td", row) for row in rows)
+        self._parts.append(f'<figure><table class="text">{head}{body}</table></figure>')
 
     def matrix(
         self,
@@ -146,6 +147,8 @@ class Page:
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, list):
+        return "  ".join(value)
     if isinstance(value, float):
         return f"{value:,.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
@@ -156,8 +159,15 @@ def _columns(text: str) -> int:
     return sum(1 + (unicodedata.east_asian_width(char) in "WF") for char in text)
 
 
-def _row(tag: str, cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+def _row(tag: str, cells: Sequence[object]) -> str:
+    """A row of a table; the pieces of a list stand in boxes."""
+    texts = [
+        "".join(f"<span>{escape(piece)}</span>" for piece in cell)
+        if isinstance(cell, list)
+        else escape(_cell(cell))
+        for cell in cells
+    ]
+    return "<tr>" + "".join(f"<{tag}>{text}</{tag}>" for text in texts) + "</tr>"
 
 
 def _number(x: float) -> str:
