@@ -4,8 +4,7 @@
     python examples/compare_attention.py --seeds 5 --steps 1500 \\
         --encoder-weights tf_efficientnet_lite0.in1k.safetensors --html comparison.html
 
-Cost, sizes, what each can express, and captioners that differ in nothing but their score; each
-part shows its docstring.
+Cost, sizes, expression, and captioners that differ in their score alone; parts show their docstring.
 """
 
 import argparse
@@ -173,8 +172,7 @@ def quality(config: CaptionerConfig, seed: int, records, args, folder: str) -> l
     max_len = captioner.config.max_len
     data = CaptionDataset(records, captioner.tokenizer, captioner.preprocess, max_len=max_len)
     cider = score_captions(write_captions(captioner, data, num_beams=1), records).cider
-    texts = [reference_texts(captioner, record) for record in records]
-    maps = score_maps(captioner, records, texts)
+    maps = score_maps(captioner, records, [reference_texts(captioner, r) for r in records])
     return [100 * float(x) for x in (cider, maps.pointing.mean(), maps.center.mean())]
 
 
