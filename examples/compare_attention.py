@@ -4,7 +4,7 @@
     python examples/compare_attention.py --seeds 5 --steps 1500 \\
         --encoder-weights tf_efficientnet_lite0.in1k.safetensors --html comparison.html
 
-Cost, sizes, expression, and captioners that differ in their score alone; parts show their docstring.
+Cost, sizes, expression, and captioners that differ in their score; each part shows its docstring.
 """
 
 import argparse
