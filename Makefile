@@ -8,6 +8,7 @@ OUT ?= runs/mine
 DEMO ?= 1
 PORT ?= 7860
 BIN := .venv/bin
+MODULES = $(shell find vlattn -name '*.py' -not -path '*kernels*' | sed 's,/__init__,,; s,.py$$,,; y,/,.,')
 # Waiting threads spin briefly, then sleep: faster where other programs use the cores too.
 export GOMP_SPINCOUNT ?= 20000
 
@@ -33,7 +34,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 docs: setup
-	$(BIN)/pdoc --docformat google -o build/docs vlattn '!vlattn.attention.kernels' '!vlattn.demo'
+	$(BIN)/pdoc --docformat google -o build/docs $(MODULES)
 
 setup: .venv/ready
 
