@@ -137,9 +137,7 @@ def show_cache(page: Page, captioner: Captioner, tokens: Tensor, features) -> No
     tokens = tokens.repeat(1, 32)[:, : min(32, captioner.config.max_len)]
     kept, anew = with_and_without(captioner, tokens, features)
     page.table(["cache", "operations", "bytes moved"], [("kept", *kept[1:]), ("none", *anew[1:])])
-    page.text(
-        f"{tokens.size(1)} tokens; logits at most {(kept[0] - anew[0]).abs().max():.0e} apart."
-    )
+    page.text(f"{tokens.size(1)} tokens; logits {(kept[0] - anew[0]).abs().max():.0e} apart.")
     rows = sizes(captioner.config, tokens.size(1), features.tokens.size(1))
     page.table(["heads", "bytes", "measured", "formula"], rows)
 
