@@ -6,7 +6,7 @@
 
 Xu et al., ICML 2015: an LSTM whose state asks the grid of the picture, by additive attention, what
 to look at for the next word; the attention to each patch, summed over the words, is drawn to 1
-("doubly stochastic"). About three minutes on the built-in scenes. Prints the scores of the test
+("doubly stochastic"). Takes minutes on the built-in scenes. Prints the scores of the test
 pictures, and writes `words.png`, the regions of words.
 """
 
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--data", default="scenes", help="data set of any layout")
     parser.add_argument("--out", type=Path, default=Path("runs/sat"))
     parser.add_argument("--encoder-weights", help="use a frozen EfficientNet-Lite0 with these")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=800)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
