@@ -1,11 +1,16 @@
 """The examples, and the README's code, run as they stand."""
 
+import itertools
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
+
+from vlattn.attention import ATTENTIONS
+from vlattn.data.scenes import SPLITS
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -15,10 +20,19 @@ SMALL = (
 
 
 def run_example(name, flags, monkeypatch):
+    """Its exit status; 0 where it ends without one."""
     monkeypatch.setattr("sys.argv", [name, *map(str, flags)])
-    with pytest.raises(SystemExit) as stop:
+    try:
         runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
-    return stop.value.code
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+@pytest.fixture
+def few_scenes(monkeypatch):
+    for split, count in {"train": 12, "dev": 4, "test": 7, "test_novel": 4}.items():
+        monkeypatch.setitem(SPLITS, split, count)
 
 
 def test_train_scenes(tmp_path, monkeypatch, capsys):
@@ -38,6 +52,104 @@ def test_train_captioner(tmp_path, monkeypatch, capsys, write_imagefolder, recor
     assert (tmp_path / "run" / "model.safetensors").is_file()
     assert run_example("train_captioner.py", flags, monkeypatch) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attention": "additive", "num_heads": 4, "num_kv_heads": 2},
+        {"positions": "rotary", "norm": "rms", "num_heads": 4, "num_kv_heads": 1},
+        {"norm_first": False, "depth": 3},
+    ],
+)
+@torch.inference_mode()
+def test_walkthrough_computes_what_the_package_computes(make_captioner, photos, settings):
+    by_hand = runpy.run_path(str(ROOT / "examples" / "attention_walkthrough.py"))["by_hand"]
+    captioner = make_captioner(**settings)
+    pixels, _ = captioner.preprocess(photos[0])
+    features = captioner.encode(pixels[None])
+    tokens = torch.randint(4, captioner.tokenizer.vocab_size, (1, 7))
+    layers, logits = by_hand(captioner, tokens, captioner.memory(features))
+    expected, weights = captioner.decode(tokens, features, need_weights=True)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    maps = torch.stack([seen.weights for *_, seen in layers], dim=1)
+    torch.testing.assert_close(maps, weights, atol=1e-5, rtol=1e-4)
+
+
+def test_walkthrough(tmp_path, monkeypatch, capsys, captioner, photos):
+    captioner.save_pretrained(tmp_path / "model")
+    photos[0].save(tmp_path / "photo.png")
+    page = tmp_path / "page.html"
+    flags = ["a red circle above a star", tmp_path / "photo.png", "--model", tmp_path / "model"]
+    assert run_example("attention_walkthrough.py", [*flags, "--html", page], monkeypatch) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    for part in ("_red", "S = Q K^T", "as trained", "not trained", "logits apart", "multi-query"):
+        assert part in shown
+    for line in re.findall(r"^  multi-.*|^  grouped-.*", shown, re.MULTILINE):
+        expected, measured = re.findall(r"  ([\d,]+)", line)[:2]
+        assert expected == measured
+    html = page.read_text()
+    assert "<unk>" not in html and "&lt;unk&gt;" in html
+    assert 'src="data:image/png' in html and "http" not in html
+
+
+def test_walkthrough_without_a_model_says_so(monkeypatch, capsys, photos, tmp_path):
+    photos[0].save(tmp_path / "photo.png")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    flags = ["a dog", tmp_path / "photo.png", "--model", tmp_path / "none"]
+    assert run_example("attention_walkthrough.py", flags, monkeypatch) == 0
+    assert "UNTRAINED" in capsys.readouterr().out
+
+
+def test_compare_attention(monkeypatch, capsys, few_scenes, tmp_path):
+    flags = ["--steps", 2, "--seeds", 2, "--html", tmp_path / "page.html"]
+    assert run_example("compare_attention.py", flags, monkeypatch) == 0
+    shown = capsys.readouterr().out
+    for part in ("eager additive", "MiB beyond the inputs", "nearest", "pointing", "2 seeds"):
+        assert part in shown
+    assert (tmp_path / "page.html").is_file()
+
+
+def test_nearest_key_is_out_of_reach_for_a_dot_product():
+    example = runpy.run_path(str(ROOT / "examples" / "compare_attention.py"))
+    found = {
+        name: example["fit"](kind, example["nearest"], 300, 0) for name, kind in ATTENTIONS.items()
+    }
+    _, key, target = example["nearest"](10_000)
+    outermost = (target == key[..., 0].argmin(1)) | (target == key[..., 0].argmax(1))
+    assert found["scaled_dot_product"] < 100 * outermost.float().mean() + 2 < found["additive"]
+
+
+def test_show_attend_tell(tmp_path, monkeypatch, capsys, few_scenes):
+    flags = ["--out", tmp_path / "run", "--steps", 2]
+    assert run_example("show_attend_tell.py", flags, monkeypatch) == 0
+    assert "7 test pictures: BLEU" in capsys.readouterr().out
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    with Image.open(tmp_path / "run" / "words.png") as sheet:
+        assert sheet.width > 500
+
+
+def test_show_attend_tell_draws_attention_to_every_patch():
+    """Its loss is the cross-entropy and how far each patch's attention over the words is from 1."""
+    example = runpy.run_path(str(ROOT / "examples" / "show_attend_tell.py"))
+    torch.manual_seed(0)
+    encoder = example["ViT"]((32, 48), 16, dim=12, depth=1, num_heads=2)
+    model = example["ShowAttendTell"](encoder, vocab_size=11, dim=8).eval()
+    features = model.look(torch.randn(2, 3, 32, 48))  # (2, 6, 12)
+    captions = torch.tensor([[1, 5, 7, 9, 2], [1, 4, 2, 0, 0]])
+    expected, count, uneven = 0.0, 0, 0.0
+    for feature, caption in zip(features, captions):
+        kv, state = model.begin(feature[None])
+        looked = torch.zeros(6)
+        for token, target in itertools.pairwise(caption):
+            if target != 0:
+                logits, weights, state = model.step(token[None], kv, state)
+                expected = expected - logits.log_softmax(-1)[0, target]
+                looked, count = looked + weights[0], count + 1
+        uneven = uneven + ((1 - looked) ** 2).mean() / 2
+    loss = example["loss_of"](model, features, captions, 0)
+    torch.testing.assert_close(loss, expected / count + uneven)
 
 
 def test_readme_code(tmp_path, monkeypatch, captioner, photos):

@@ -264,3 +264,14 @@ def test_flickr8k_comes_back(kind):
     assert tokenizer.unknown_rate(captions) == 0
     for caption, ids in zip(captions, tokenizer.encode_batch(captions)):
         assert tokenizer.decode(ids) == plain(caption)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "word"])
+def test_pieces_are_for_people(kind):
+    tokenizer = Tokenizer.train(["a dog", "a dog"], kind=kind)
+    controls = [tokenizer.bos_id, tokenizer.pad_id, tokenizer.eos_id]
+    assert tokenizer.pieces([*controls, *tokenizer.encode("A  dog")]) == [
+        *("<bos>", "<pad>", "<eos>", "_a", "_dog")
+    ]
+    foreign = {"bpe": ["_", "e7", "8b", "97"], "word": ["<unk>"]}
+    assert tokenizer.pieces(tokenizer.encode("狗")) == foreign[kind]

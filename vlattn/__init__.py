@@ -1,5 +1,18 @@
-"""Vision-language attention for PyTorch: captioners whose words point at regions."""
+"""Vision-language attention for PyTorch: captioners whose words point at regions.
 
+```python
+from vlattn import Captioner
+
+captioner = Captioner.from_pretrained("runs/mine")
+(caption,) = captioner.caption(["picture.jpg"])
+for i, word in enumerate(caption.words):
+    caption.overlay(i).save(f"{i}.png")  # where the model looked for the word
+```
+
+`AdditiveAttention` and `ScaledDotProductAttention` are for models of one's own.
+"""
+
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -7,13 +20,19 @@ from vlattn import metrics
 from vlattn.attention import AdditiveAttention, ScaledDotProductAttention
 from vlattn.captioner import Captioner
 from vlattn.config import CaptionerConfig, TrainConfig
+from vlattn.data.records import Record, Report
 from vlattn.generation import Caption
 from vlattn.images import Preprocess, open_image
 from vlattn.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 
-# Named here, imported at their first use: they bring accelerate and tensorboard with them.
+train: Callable[[TrainConfig], Captioner]
+"""See `vlattn.training.train`."""
+read_records: Callable[..., tuple[list[Record], Report]]
+"""See `vlattn.data.layouts.read_records`."""
+
+# Imported at their first use: they bring accelerate and tensorboard with them.
 _LATER = {
     "train": "vlattn.training",
     "read_records": "vlattn.data.layouts",

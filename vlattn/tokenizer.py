@@ -291,6 +291,21 @@ class Tokenizer:
             offset, reached = offset + len(piece), high
         return words
 
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """Each token for people to read: a space as "_", a control token by its name.
+
+        A token that ends within a character is its bytes in hexadecimal, as in "e4b8".
+        """
+        ids = list(ids)
+        controls = {self.pad_id: PAD, self.bos_id: BOS, self.eos_id: EOS, self.unk_id: UNK}
+        texts = []
+        for i, piece in zip(ids, self._pieces(ids)):
+            try:
+                texts.append(controls.get(i) or piece.decode().replace(" ", "_"))
+            except UnicodeDecodeError:
+                texts.append(piece.hex())
+        return texts
+
     def _pieces(self, ids: Iterable[int]) -> list[bytes]:
         """The bytes of each id; none for a control token."""
         pieces = []
