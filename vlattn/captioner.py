@@ -177,6 +177,7 @@ class Captioner(nn.Module):
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        num_return: int = 1,
         num_samples: int = 1,
         generator: torch.Generator | None = None,
         cache_dtype: torch.dtype | None = None,
@@ -185,6 +186,7 @@ class Captioner(nn.Module):
 
         Args:
             max_len: most tokens of a text; at most what the decoder's positions allow.
+            num_return: texts per picture of beam search, at most `num_beams`.
             num_samples: texts drawn per picture.
             cache_dtype: what keys and values are kept in; see `KVCache`.
 
@@ -218,6 +220,7 @@ class Captioner(nn.Module):
                     len(features.tokens),
                     num_beams=num_beams,
                     length_penalty=length_penalty,
+                    num_return=num_return,
                     **common,
                 )
             drawn = sample(
@@ -275,6 +278,38 @@ class Captioner(nn.Module):
             texts = [best for best, *_ in found]
             captions += self.explain_texts(texts, features, pictures, geometries)
         return captions
+
+    def alternatives(
+        self,
+        image: Any,
+        count: int,
+        *,
+        temperature: float | None = None,
+        seed: int | None = None,
+        **generation: Any,
+    ) -> list[Caption]:
+        """Several captions of one picture, best first.
+
+        Args:
+            count: most captions; equal ones count once, so there may be fewer.
+            temperature: draw them; where omitted, the best that a beam search of `count` beams
+                finds.
+            generation: as for `caption`.
+        """
+        picture = open_image(image)
+        features, geometries = self._encode_pictures([picture])
+        (found,) = self.generate(
+            features,
+            num_beams=count,
+            num_return=count,
+            num_samples=count,
+            temperature=temperature,
+            generator=None if seed is None else torch.Generator().manual_seed(seed),
+            **generation,
+        )
+        texts = list({tuple(text.tokens): text for text in found}.values())
+        texts.sort(key=lambda text: (text.finished, text.score), reverse=True)
+        return self._explain(texts, features, [picture] * len(texts), geometries * len(texts))
 
     def explain(self, image: Any, text: str) -> Caption:
         """Where the model looks for each word of a given text, and how likely it finds them.
@@ -398,8 +433,13 @@ class Captioner(nn.Module):
             geometry=geometry,
         )
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a model folder; each file replaces the one before it in one step."""
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write a model folder; each file replaces the one before it in one step.
+
+        Args:
+            dtype: of the stored weights, as float16 for a folder of half the size; their own where
+                omitted. A loaded captioner has float32 weights either way.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", asdict(self.config))
@@ -407,11 +447,11 @@ class Captioner(nn.Module):
         self.tokenizer.save(folder / "tokenizer.json")
         with write_aside(folder / "README.md") as path:
             path.write_text(model_card(self.config, self.tokenizer.vocab_size), encoding="utf-8")
-        write_weights(folder / "model.safetensors", self.state_dict(), self.tokenizer.digest)
+        write_weights(folder / "model.safetensors", self.state_dict(), self.tokenizer.digest, dtype)
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "Captioner":
-        """Load a model folder, or a model of the Hugging Face hub by its id.
+        """Load a model folder, or by its name a model of the package or of the Hugging Face hub.
 
         Raises:
             ValueError: no such folder or model, or one with a missing or foreign file.
