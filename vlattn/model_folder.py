@@ -14,7 +14,8 @@ from vlattn.config import CaptionerConfig
 from vlattn.files import write_aside
 
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json")
-PACKAGED = Path(__file__).with_name("pretrained")  # the models that come with the package
+PACKAGED = Path(__file__).with_name("pretrained")  # models that come with the package
+PACKAGED_MODEL = "flickr8k-small"
 
 
 def find_model(source: str) -> Path:
