@@ -70,7 +70,7 @@ def colours(times: float) -> np.ndarray:
     heat = heat.clip(0, 1)
     steps = np.linspace(0, 1, len(RAMP))
     colour = np.stack([np.interp(heat, steps, channel) for channel in zip(*RAMP)], axis=1)
-    cover = np.interp(heat, (0, 0.35, 1), (0.72, 0.42, 0.45))  # light enough to see through
+    cover = np.interp(heat, (0, 0.35, 1), (0.64, 0.34, 0.42))  # light enough to see through
     table = np.concatenate([colour, 255 * cover[:, None]], axis=1)
     table[0] = _UNSEEN
     return table.round().astype(np.uint8)

@@ -77,14 +77,16 @@ class _Request:
 
 
 def pointing_sentence(folder: Path) -> str:
-    """What was measured about a model's maps; nothing where its folder has no such score."""
-    path = folder / "scores.json"
-    scores = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    measured = scores.get("grounding", {}).get("teacher_forced")
-    if not measured:
-        return ""
-    return (
-        f"How far to trust these maps: on {measured['phrases']:,} phrases whose boxes people drew, "
-        f"the brightest spot lay inside the right box {measured['pointing']:.0%} of the time; "
-        f"always pointing at the middle of the picture scores {measured['center']:.0%}."
-    )
+    """What `vlattn evaluate --grounding --json` measured about a model's maps, where it wrote the
+    scores into the model folder, under any name; else nothing."""
+    for path in sorted(folder.glob("*.json")):
+        scores = json.loads(path.read_text(encoding="utf-8"))
+        measured = scores.get("grounding") if isinstance(scores, dict) else None
+        if isinstance(measured, dict) and "teacher_forced" in measured:
+            forced = measured["teacher_forced"]
+            return (
+                f"How far to trust these maps: for {forced['phrases']:,} phrases whose boxes are "
+                f"known, the brightest spot lay in the right box {forced['pointing']:.0%} of the "
+                f"time; the middle of the picture alone would score {forced['center']:.0%}."
+            )
+    return ""
