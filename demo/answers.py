@@ -8,18 +8,19 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from html import escape
 from math import exp
-from typing import Any
+from typing import Any, NamedTuple
 
 import gradio as gr
 from PIL import Image
 
-from vlattn.generation import Caption
+from vlattn.generation import OVERLAY_VIEWS, Caption
 
 from .glow import as_gif, as_png, measure
 from .models import Model
 from .panels import HINT, evidence, python_lines, saved_page
 from .uploads import forget_oldest, read_upload
 
+OWN = "own"
 MAX_BEAMS, MAX_PENALTY, MAX_TEMPERATURE, MAX_TEXT = 8, 4, 2, 500
 Upload = dict[str, Any] | None
 
@@ -61,16 +62,18 @@ class Answers:
 
     # --- panels ---
 
-    def write(self, picture, model, num_beams, length_penalty, layer, head) -> str:
+    def write(self, picture, model, num_beams, length_penalty, view, layer, head) -> str:
         """The panel of a caption."""
         written = self._caption(picture, num_beams, length_penalty, model)
         call = (
             f'(caption,) = captioner.caption(["picture.jpg"], num_beams={num_beams}, '
             f"length_penalty={length_penalty})"
         )
-        return self._panel([written], model, call, layer, head)
+        return self._panel([written], model, call, view, layer, head)
 
-    def write_others(self, picture, model, count, temperature, length_penalty, layer, head) -> str:
+    def write_others(
+        self, picture, model, count, temperature, length_penalty, view, layer, head
+    ) -> str:
         """The panel of several captions: of a beam search, or drawn where it is warm."""
         if _number("temperature", temperature, 0, MAX_TEMPERATURE):
             options = {"temperature": temperature, "seed": 0}
@@ -81,15 +84,15 @@ class Answers:
         found = self._model(model).alternatives(self._read(picture), count, **options)
         given = "".join(f", {name}={value}" for name, value in options.items())
         call = f'caption, *others = captioner.alternatives("picture.jpg", {count}{given})'
-        return self._panel(found, model, call, layer, head)
+        return self._panel(found, model, call, view, layer, head)
 
-    def look_for(self, picture, text, model, layer, head) -> str:
+    def look_for(self, picture, text, model, view, layer, head) -> str:
         """The panel of a visitor's own words."""
         found = self._explain(picture, text, model)
         call = f'caption = captioner.explain("picture.jpg", {text!r})'
-        return self._panel([found], model, call, layer, head)
+        return self._panel([found], model, call, view, layer, head)
 
-    def compare(self, picture, one, other, num_beams, length_penalty, layer, head) -> str:
+    def compare(self, picture, one, other, num_beams, length_penalty, view, layer, head) -> str:
         """The panel of two models side by side."""
         sides = [
             f"<section><h3>{escape(name)}</h3>"
@@ -98,11 +101,11 @@ class Answers:
         ]
         return f'<div class="sides">{"".join(sides)}</div>'
 
-    def save(self, picture, layer, head, event: gr.EventData) -> dict[str, str]:
+    def save(self, picture, view, layer, head, event: gr.EventData) -> dict[str, str]:
         """A file to save: its name, and its content as an address."""
         asked = {"kind": None, "model": None, "text": None, "word": 0} | dict(event._data or {})
         found = self._explain(picture, asked["text"], asked["model"])
-        found = found.select(*self._layer_and_head(found, layer, head))
+        found, _ = _look(found, view, layer, head)
         if asked["kind"] == "png":
             word = _whole("word", asked["word"], 0, len(found.words) - 1)
             return _file("word.png", "image/png", as_png(found, word))
@@ -141,23 +144,40 @@ class Answers:
         except ValueError as error:
             raise gr.Error(f"{escape(str(error), quote=False)}.") from error
 
-    def _panel(self, captions: list[Caption], model: str, call: str, layer: int, head: int) -> str:
+    def _panel(
+        self, captions: list[Caption], model: str, call: str, view: str, layer: int, head: int
+    ) -> str:
         captions = [written for written in captions if written.words]
         if not captions:
             raise gr.Error("The model wrote no words about this picture.")
-        chosen = self._layer_and_head(captions[0], layer, head)
-        if chosen != (None, None):
-            call += f"\ncaption = caption.select(layer={chosen[0]}, head={chosen[1]})"
-        lines = python_lines(model, call)
-        return evidence([c.select(*chosen) for c in captions], self._model(model), lines)
+        looks = [_look(written, view, layer, head) for written in captions]
+        lines = python_lines(model, call + looks[0].call)
+        return evidence([look.caption for look in looks], self._model(model), lines)
 
-    def _layer_and_head(self, caption: Caption, layer: int, head: int) -> tuple[int | None, ...]:
-        """Counted from 1 by visitors, who say 0 for the mean of all."""
-        counts = caption.layer_attention.shape[1:3]
-        asked = zip(("layer", "head"), (layer, head), counts)
-        return tuple(
-            _whole(name, value, 0, count) - 1 if value else None for name, value, count in asked
-        )
+
+class _Look(NamedTuple):
+    caption: Caption
+    call: str  # the line of Python that does the same
+
+
+def _look(caption: Caption, view: str, layer: int, head: int) -> _Look:
+    """Show a caption's maps another way.
+
+    Args:
+        view: OWN is the model's choice, whatever layer and head are.
+        layer, head: counted from 1; 0 is the mean of all.
+    """
+    if view == OWN:
+        return _Look(caption, "")
+    if view not in OVERLAY_VIEWS:
+        raise gr.Error(f"view must be one of {', '.join((OWN, *OVERLAY_VIEWS))}.")
+    counts = caption.layer_attention.shape[1:3]
+    chosen = {
+        name: _whole(name, value, 0, count) - 1 if value else None
+        for name, value, count in zip(("layer", "head"), (layer, head), counts)
+    } | {"view": view}
+    given = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
+    return _Look(caption.select(**chosen), f"\ncaption = caption.select({given})")
 
 
 def _as_data(caption: Caption) -> tuple[str, list[dict[str, Any]]]:

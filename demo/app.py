@@ -15,13 +15,18 @@ from vlattn.data.scenes import scenes
 from vlattn.images import open_image
 from vlattn.visualization import RAMP
 
-from .answers import MAX_BEAMS, MAX_PENALTY, MAX_TEMPERATURE, Answers, in_panel
+from .answers import MAX_BEAMS, MAX_PENALTY, MAX_TEMPERATURE, MAX_TEXT, OWN, Answers, in_panel
 from .models import Model
 from .panels import HERE, HINT
 from .uploads import MAX_PIXELS
 
 _PHOTOGRAPHS = ("cheetah1.jpg", "lion.jpg", "tower.jpg", "bus.png")  # in the gradio package
 _AT_ONCE = 8  # requests that gather for a model; who waits longer sees a place in the queue
+_VIEWS = [
+    ("As the model points best", OWN),
+    ("Where each word looked", "where"),
+    ("Where it looked more than the other words", "more_than_usual"),
+]
 _DOWNLOAD = """(file) => {
     if (!file) return;
     const link = document.createElement("a");
@@ -121,7 +126,8 @@ def build_demo(models: Sequence[Model]) -> gr.Blocks:
                     model = gr.Dropdown(names, label="Model", visible=len(names) > 1)
                     beams = slider(1, MAX_BEAMS, 3, 1, "Beams")
                     penalty = slider(0, MAX_PENALTY, 1, 0.1, "Length: more is longer")
-                    with gr.Row():
+                    view = gr.Dropdown(_VIEWS, value=OWN, label="Maps")
+                    with gr.Row(visible=False) as parts:
                         layer, head = _choice("layer", layers), _choice("head", heads)
             with gr.Column(min_width=300, scale=3), gr.Tabs(elem_id="tabs"):
                 with gr.Tab("Caption"):
@@ -137,7 +143,7 @@ def build_demo(models: Sequence[Model]) -> gr.Blocks:
                         label="text",
                         show_label=False,
                         placeholder="a dog runs on the beach",
-                        max_length=500,
+                        max_length=MAX_TEXT,
                         elem_id="own-text",
                     )
                     look = gr.Button("Find these words")
@@ -162,7 +168,7 @@ def build_demo(models: Sequence[Model]) -> gr.Blocks:
         gr.on([], answers.explain, inputs, result, api_name="explain", **asking)
 
         asking |= {"api_visibility": "private", "trigger_mode": "always_last"}
-        maps = [layer, head]
+        maps = [view, layer, head]
         write, inputs = in_panel(answers.write), [picture, model, beams, penalty, *maps]
         button.click(write, inputs, written, **asking)
         settings = [control.change for control in (model, beams, penalty, *maps)]
@@ -170,6 +176,13 @@ def build_demo(models: Sequence[Model]) -> gr.Blocks:
         gr.on([picture.change, *settings], quietly, inputs, written, **asking)
         picture.change(
             lambda: [HINT] * 3, None, [others, own, sides], queue=False, api_visibility="private"
+        )
+        view.change(
+            lambda view: gr.Row(visible=view != OWN),
+            view,
+            parts,
+            queue=False,
+            api_visibility="private",
         )
         for events, function, inputs, output in (
             (

@@ -318,10 +318,10 @@ def test_the_lines_of_python_give_what_the_page_shows(
     picture = upload(uploads, Path("picture.jpg").read_bytes(), "picture.jpg")
     answers = Answers([Model.load("tiny")], set())
     panels = {
-        "written": answers.write(picture, "tiny", 2, 1.5, 0, 0),
-        "others": answers.write_others(picture, "tiny", 3, 0, 1, 2, 1),
-        "warm": answers.write_others(picture, "tiny", 3, 1.2, 1, 0, 2),
-        "own": answers.look_for(picture, "a red circle", "tiny", 1, 0),
+        "written": answers.write(picture, "tiny", 2, 1.5, "own", 0, 0),
+        "others": answers.write_others(picture, "tiny", 3, 0, 1, "where", 2, 1),
+        "warm": answers.write_others(picture, "tiny", 3, 1.2, 1, "where", 0, 2),
+        "own": answers.look_for(picture, "a red circle", "tiny", "more_than_usual", 1, 0),
     }
     for html in panels.values():
         found = {}
@@ -387,8 +387,12 @@ def test_uploads_beyond_so_many_files_or_bytes_are_deleted_oldest_first(tmp_path
 # --- over HTTP ------------------------------------------------------------------------------------
 
 
+http = httpx.Client(timeout=60)
+
+
 def connect(url, **options):
-    return Client(url, verbose=False, analytics_enabled=False, **options)
+    patient = {"timeout": 60}
+    return Client(url, verbose=False, analytics_enabled=False, httpx_kwargs=patient, **options)
 
 
 def test_the_endpoint_needs_a_picture_alone(url, captioner, tmp_path):
@@ -522,7 +526,7 @@ def test_a_large_photograph_is_answered_with_a_small_page(captioner, uploads):
     content = encoded(Image.new("RGB", (8000, 6000), COLOURS["red"]), "JPEG", quality=95)
     picture = upload(uploads, content, "large.jpg")
     model = Model("m", ColourNamer(captioner))
-    html = Answers([model], set()).write(picture, "m", 3, 1, 0, 0)
+    html = Answers([model], set()).write(picture, "m", 3, 1, "own", 0, 0)
     assert len(html) < 200_000
     with Image.open(io.BytesIO(b64decode(re.search(r"base64,([^\"]*)", html)[1]))) as shown:
         assert shown.size == (960, 720)
@@ -539,8 +543,8 @@ def test_a_hand_made_request_cannot_name_a_server_file(url, tmp_path):
     ):
         for name, data in (("caption", [body, 3, 1, "tiny"]), ("explain", [body, "a", "tiny"])):
             call = f"{url}gradio_api/call/{name}"
-            event = httpx.post(call, json={"data": data}).json()["event_id"]
-            assert "event: error" in httpx.get(f"{call}/{event}").text
+            event = http.post(call, json={"data": data}).json()["event_id"]
+            assert "event: error" in http.get(f"{call}/{event}").text
 
 
 def test_server_files_are_not_served(url, captioner, tmp_path, monkeypatch):
@@ -549,12 +553,12 @@ def test_server_files_are_not_served(url, captioner, tmp_path, monkeypatch):
     Path(".env").write_text("secret")
     for path in ("/etc/passwd", "../../etc/passwd", "model.safetensors", ".env"):
         for name in (path, str(Path(path).absolute())):
-            assert httpx.get(f"{url}gradio_api/file={name}").status_code in (403, 404)
+            assert http.get(f"{url}gradio_api/file={name}").status_code in (403, 404)
 
 
 def test_the_server_stays_on_this_machine(url):
     assert url.startswith("http://127.0.0.1:")
-    config = httpx.get(f"{url}config").json()
+    config = http.get(f"{url}config").json()
     assert not config["analytics_enabled"]
     assert config["stylesheets"] == []
     public = [d["api_name"] for d in config["dependencies"] if d["api_visibility"] == "public"]
@@ -563,7 +567,7 @@ def test_the_server_stays_on_this_machine(url):
 
 def test_a_password_is_asked_for(serve, captioner, tmp_path):
     url = serve(captioner, auth=("ada", "lovelace"))
-    assert httpx.get(f"{url}config").status_code == 401
+    assert http.get(f"{url}config").status_code == 401
     client = connect(url, auth=("ada", "lovelace"))
     client.predict(handle_file(plain(tmp_path, "red")), api_name="/caption")
 
