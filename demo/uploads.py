@@ -1,6 +1,5 @@
 """Pictures that visitors upload: only these are opened, within bounds; only so many are kept."""
 
-from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -37,20 +36,22 @@ def read_upload(picture: dict[str, Any] | None) -> Image.Image:
         raise gr.Error(f"This file cannot be used: {escape(reason, quote=False)}.") from error
 
 
-def forget_oldest(
-    uploads: Iterable[str], files: int = _KEPT_FILES, size: int = _KEPT_BYTES
-) -> None:
-    """Delete the oldest uploads beyond so many files or bytes; gradio's own limit is their age."""
+def forget_oldest(uploads: set[str], files: int = _KEPT_FILES, size: int = _KEPT_BYTES) -> None:
+    """Delete the oldest uploads beyond so many files or bytes; gradio's own limit is their age.
+
+    Args:
+        uploads: paths of all; those of files that are no more are taken out.
+    """
     found = []
     for path in list(uploads):
         try:
             status = Path(path).stat()
+            found.append((status.st_mtime_ns, status.st_size, path))
         except FileNotFoundError:
-            continue
-        found.append((status.st_mtime_ns, status.st_size, Path(path)))
-    found.sort(reverse=True)
+            uploads.discard(path)
     total = 0
-    for kept, (_, length, path) in enumerate(found):
+    for kept, (_, length, path) in enumerate(sorted(found, reverse=True)):
         total += length
         if kept >= files or total > size:
-            path.unlink(missing_ok=True)
+            Path(path).unlink(missing_ok=True)
+            uploads.discard(path)
