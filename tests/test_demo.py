@@ -29,11 +29,12 @@ from gradio_client import Client, handle_file  # noqa: E402
 from gradio_client.exceptions import AppError  # noqa: E402
 
 from demo.answers import Answers  # noqa: E402
-from demo.app import launch  # noqa: E402
+from demo.app import build_demo, launch  # noqa: E402
 from demo.glow import as_gif, as_png, at_size, colours, measure  # noqa: E402
 from demo.models import Model, pointing_sentence  # noqa: E402
 from demo.panels import evidence  # noqa: E402
 from demo.uploads import forget_oldest, read_upload  # noqa: E402
+from vlattn import cli, model_folder  # noqa: E402
 from vlattn.data.scenes import COLOURS  # noqa: E402
 from vlattn.images import Preprocess  # noqa: E402
 from vlattn.tokenizer import Tokenizer  # noqa: E402
@@ -331,6 +332,38 @@ def test_the_lines_of_python_give_what_the_page_shows(
         levels = [b64decode(text) for text in json.loads(unescape(reading[2]))["words"]]
         assert levels == [each.tobytes() for each in measure(found["caption"]).levels]
         assert Path("first_word.png").is_file()
+
+
+def test_the_command_serves_its_models(captioner, tmp_path, monkeypatch, capsys):
+    served = []
+
+    def launch(models, **options):
+        served.append(([model.name for model in models], options["auth"]))
+
+    monkeypatch.setattr("vlattn.demo.app.launch", launch)
+    monkeypatch.setattr(model_folder, "PACKAGED", tmp_path)
+    captioner.save_pretrained(tmp_path / "flickr8k-small", dtype=torch.float16)
+    captioner.save_pretrained(tmp_path / "b")
+    own = str(tmp_path / "b")
+    assert cli.main(["demo"]) == 0  # the model that comes with the package
+    command = ["demo", "--model", own, "--model", "flickr8k-small", "--auth", "ada:love:lace"]
+    assert cli.main(command) == 0
+    assert served == [
+        (["flickr8k-small"], None),
+        ([own, "flickr8k-small"], ("ada", "love:lace")),
+    ]
+    for wrong in ("ada", ":love", "ada:", ""):
+        assert cli.main(["demo", "--auth", wrong]) == 2
+        assert capsys.readouterr().err == "vlattn: --auth must be USER:PASSWORD\n"
+    assert cli.main(["demo", "--model", str(tmp_path / "none")]) == 2
+    assert "no model folder" in capsys.readouterr().err
+
+
+def test_the_page_says_the_licence_of_each_model(captioner):
+    models = [Model("a", captioner, licence="For <i>research</i>."), Model("b", captioner)]
+    page = json.dumps(build_demo(models).get_config_file())
+    assert "<b>a</b> For &lt;i&gt;research&lt;/i&gt;." in page
+    assert "<b>b</b>" not in page
 
 
 # --- uploads --------------------------------------------------------------------------------------
@@ -777,9 +810,9 @@ def test_other_captions_own_words_and_two_models(
         pressed = sides.nth(side).locator(".caption [aria-pressed=true]")
         assert pressed.get_attribute("data-word") == "4"
 
-    choose_file(page, plain(tmp_path, "red"))  # nothing of the picture before is left
+    page.get_by_label("Remove Image").click()
     page.wait_for_selector("#sides .hint")
-    assert page.locator(".evidence").count() == 1
+    assert page.locator(".evidence").count() == 0
 
 
 def test_a_page_outlives_the_server(open_page, serve, captioner, tmp_path):
