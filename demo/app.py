@@ -26,6 +26,7 @@ _VIEWS = [
     ("As the model points best", OWN),
     ("Where each word looked", "where"),
     ("Where it looked more than the other words", "more_than_usual"),
+    ("Where looking mattered to the word", "matters"),
 ]
 _DOWNLOAD = """(file) => {
     if (!file) return;

@@ -297,7 +297,7 @@ class Captioner(nn.Module):
             generation: as for `caption`.
         """
         picture = open_image(image)
-        features, geometries = self._encode_pictures([picture])
+        features, geometries = self.read_pictures([picture])
         (found,) = self.generate(
             features,
             num_beams=count,
@@ -309,7 +309,8 @@ class Captioner(nn.Module):
         )
         texts = list({tuple(text.tokens): text for text in found}.values())
         texts.sort(key=lambda text: (text.finished, text.score), reverse=True)
-        return self._explain(texts, features, [picture] * len(texts), geometries * len(texts))
+        pictures, geometries = [picture] * len(texts), geometries * len(texts)
+        return self.explain_texts(texts, features, pictures, geometries)
 
     def explain(self, image: Any, text: str) -> Caption:
         """Where the model looks for each word of a given text, and how likely it finds them.
