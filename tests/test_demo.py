@@ -749,10 +749,9 @@ def test_a_region_lights_the_words_that_looked_there(open_page, colours_url, tmp
     for x, y in ((0.1, 0.2), (0.6, 0.9)):
         box = page.locator("#written .stage").bounding_box()
         page.mouse.click(box["x"] + x * box["width"], box["y"] + y * box["height"])
-        looked = []  # level of each word at that place, from the data of the page
         maps = json.loads(page.get_attribute("#written .reading", "data-maps"))
         cell = int(y * maps["rows"]) * maps["columns"] + int(x * maps["columns"])
-        looked = [b64decode(levels)[cell] for levels in maps["words"]]
+        looked = [b64decode(levels)[cell] for levels in maps["words"]]  # of each word, there
         over_even = [w for w in range(7) if (looked[w] - 1) * maps["times"] / 254 > 1]
         ranks = page.eval_on_selector_all(
             "#written .caption [data-rank]",
