@@ -96,7 +96,7 @@ class Answers:
         """The panel of two models side by side."""
         sides = [
             f"<section><h3>{escape(name)}</h3>"
-            f"{self.write(picture, name, num_beams, length_penalty, layer, head)}</section>"
+            f"{self.write(picture, name, num_beams, length_penalty, view, layer, head)}</section>"
             for name in (one, other)
         ]
         return f'<div class="sides">{"".join(sides)}</div>'
