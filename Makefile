@@ -1,3 +1,4 @@
+# make demo   set up, open the demo with the package's own model (MODELS="runs/a runs/b": with these)
 # make run    set up, train the small captioner on the built-in scenes, open the demo (DEMO=0: not)
 # make test   set up, run the tests
 # make train DATA=folder OUT=runs/mine    train on your own pictures (ARGS="--epochs 20 ...")
@@ -29,7 +30,7 @@ train: setup
 	$(BIN)/python examples/train_captioner.py --data "$(DATA)" --out "$(OUT)" --resume auto $(ARGS)
 
 demo: setup
-	$(BIN)/vlattn demo --model runs/scenes --port $(PORT)
+	$(BIN)/vlattn demo $(MODELS:%=--model %) --port $(PORT)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,56 +1,75 @@
 """The demo: a picture in, a caption out, each word a button that shows where the model looked.
 
-Start it with `vlattn demo --model FOLDER`, or `launch(captioner)`. A page's caption and maps live
-in that page's session; clicking a word draws a map that is already there.
+Start it with `vlattn demo --model FOLDER`, or `launch([Model.load(FOLDER)])`. The server keeps
+nothing about a visitor: what a page shows is in the page, and a click on a word is answered there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
-from math import exp
 from pathlib import Path
-from typing import Any
 
 import gradio as gr
-from gradio.utils import get_upload_folder
 from PIL import Image
 
-from vlattn.captioner import Captioner
 from vlattn.data.scenes import scenes
-from vlattn.generation import Caption
-from vlattn.images import ImageError, open_image
+from vlattn.images import open_image
 from vlattn.visualization import RAMP
 
-from .panels import HINT, ON_CLICK, View, draw, for_display, view
+from .answers import MAX_BEAMS, MAX_PENALTY, MAX_TEMPERATURE, MAX_TEXT, OWN, Answers, in_panel
+from .models import Model
+from .panels import HERE, HINT
+from .uploads import MAX_PIXELS
 
-MAX_BEAMS = 8
 _PHOTOGRAPHS = ("cheetah1.jpg", "lion.jpg", "tower.jpg", "bus.png")  # in the gradio package
+_AT_ONCE = 8  # requests that gather for a model; who waits longer sees a place in the queue
+_VIEWS = [
+    ("As the model points best", OWN),
+    ("Where each word looked", "where"),
+    ("Where it looked more than the other words", "more_than_usual"),
+    ("Where looking mattered to the word", "matters"),
+]
+_DOWNLOAD = """(file) => {
+    if (!file) return;
+    const link = document.createElement("a");
+    link.href = file.address;
+    link.download = file.name;
+    link.click();
+}"""
 
 
 def launch(
-    captioner: Captioner, *, host: str = "127.0.0.1", port: int | None = 7860, block: bool = True
+    models: Sequence[Model],
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = 7860,
+    auth: tuple[str, str] | None = None,
+    block: bool = True,
 ) -> gr.Blocks:
     """Serve the demo.
 
     Args:
+        models: the first one writes unless another is chosen; two or more can be compared.
         host: address to listen on; only this machine reaches the default one.
         port: a free one from 7860 on where None.
+        auth: user and password that the page asks for.
         block: return only when the server is stopped.
 
     Returns:
         the running demo; `close()` stops it.
     """
-    demo = build_demo(captioner)
+    demo = build_demo(models)
+    demo.queue(max_size=200)
     _, url, _ = demo.launch(
         server_name=host,
         server_port=port,
+        auth=auth,
         share=False,
         max_file_size="64mb",
-        state_session_capacity=500,
         run_history=False,
         enable_monitoring=False,
         footer_links=[],
         theme=_theme(),
-        css_paths=Path(__file__).with_name("style.css"),
+        css_paths=HERE / "style.css",
         prevent_thread_lock=True,
         quiet=True,
     )
@@ -60,50 +79,28 @@ def launch(
     return demo
 
 
-def build_demo(captioner: Captioner) -> gr.Blocks:
-    """The page, and its endpoint `/caption`; `launch` adds the look."""
+def build_demo(models: Sequence[Model]) -> gr.Blocks:
+    """The page, and its endpoints `/caption` and `/explain`; `launch` adds the look."""
     examples = list(_examples())
-    (first,) = captioner.caption(examples[:1])  # says how many there are, and warms up
-    _, layers, heads, *_ = first.layer_attention.shape
+    # Captioning once says how many layers and heads there are, and warms up.
+    shapes = [model.caption(examples[0]).layer_attention.shape for model in models]
+    layers, heads = (min(shape[i] for shape in shapes) for i in (1, 2))
+    names = [model.name for model in models]
+    script = (HERE / "page.js").read_text(encoding="utf-8")
 
-    def describe(picture: dict[str, Any] | None, num_beams: float) -> Caption:
-        if num_beams not in range(1, MAX_BEAMS + 1):
-            raise gr.Error(f"num_beams must be a whole number from 1 to {MAX_BEAMS}.")
-        return captioner.caption([read_upload(picture)], num_beams=int(num_beams))[0]
+    def panel(name: str) -> gr.HTML:
+        return gr.HTML(HINT, js_on_load=script, apply_default_css=False, elem_id=name)
 
-    def caption(picture, num_beams):
-        """Caption a picture: the text, and its words with their probabilities."""
-        written = describe(picture, num_beams)
-        words = [{"text": w.text.strip(), "probability": exp(w.logprob)} for w in written.words]
-        return written.text.strip(), words
+    def slider(low: float, high: float, value: float, step: float, label: str) -> gr.Slider:
+        return gr.Slider(low, high, value, step=step, label=label, buttons=[])
 
-    def write(picture, num_beams):
-        """For the page: the caption, or None, and the word with the sharpest map."""
-        if picture is None:
-            return None, 0
-        try:
-            written = describe(picture, num_beams)
-        except gr.Error as error:
-            gr.Warning(error.message)
-            return None, 0
-        if not written.words:
-            gr.Warning("The model wrote no words about this picture.")
-            return None, 0
-        return for_display(written), int(written.attention.amax((1, 2)).argmax())
-
-    def write_on_demand(picture, num_beams):
-        if picture is None:
-            gr.Warning("Choose a picture first.")
-        return write(picture, num_beams)
-
-    with gr.Blocks(title="vlattn", analytics_enabled=False, delete_cache=(600, 3600)) as demo:
+    with gr.Blocks(title="vlattn", analytics_enabled=False, delete_cache=(300, 3600)) as demo:
         gr.HTML(
             "<h1>Words that <em>point</em></h1><p>vlattn writes a caption for your picture and "
             "shows, word by word, which region it was looking at.</p>",
             elem_id="title",
             apply_default_css=False,
         )
-        written, chosen, shown = gr.State(), gr.State(0), gr.State()
         with gr.Row(elem_id="columns"):
             with gr.Column(min_width=300, scale=2):
                 picture = gr.Image(
@@ -114,7 +111,7 @@ def build_demo(captioner: Captioner) -> gr.Blocks:
                     height=300,
                     buttons=[],
                     placeholder="Drop a picture here, or click to choose one\n"
-                    "up to 100 megapixels; of an animation, the first frame",
+                    f"up to {MAX_PIXELS // 1_000_000} megapixels; of an animation, the first frame",
                 )
                 button = gr.Button("Caption", variant="primary")
                 gr.Examples(
@@ -126,102 +123,115 @@ def build_demo(captioner: Captioner) -> gr.Blocks:
                     api_visibility="private",
                     elem_id="examples",
                 )
-            with gr.Column(min_width=300, scale=3):
-                words = gr.HTML(HINT, js_on_load=ON_CLICK, apply_default_css=False, elem_id="words")
-                with gr.Column(visible=False) as evidence:
-                    under_map = gr.Image(
-                        label="Where the model looked",
-                        show_label=False,
-                        interactive=False,
-                        format="jpeg",
-                        buttons=["download", "fullscreen"],
-                        alt_text="The picture under the map of the chosen word",
-                        elem_id="under-map",
-                    )
-                    legend = gr.HTML(apply_default_css=False, elem_id="legend")
-                    opacity = gr.Slider(0, 1, 0.6, step=0.05, label="Opacity", buttons=[])
-                with gr.Accordion("Advanced", open=False):
-                    beams = gr.Slider(1, MAX_BEAMS, 3, step=1, label="Beams", buttons=[])
+                with gr.Accordion("Settings", open=False):
+                    model = gr.Dropdown(names, label="Model", visible=len(names) > 1)
+                    beams = slider(1, MAX_BEAMS, 3, 1, "Beams")
+                    penalty = slider(0, MAX_PENALTY, 1, 0.1, "Length: more is longer")
+                    view = gr.Dropdown(_VIEWS, value=OWN, label="Maps")
+                    with gr.Row(visible=False) as parts:
+                        layer, head = _choice("layer", layers), _choice("head", heads)
+            with gr.Column(min_width=300, scale=3), gr.Tabs(elem_id="tabs"):
+                with gr.Tab("Caption"):
+                    written = panel("written")
+                with gr.Tab("Other captions"):
                     with gr.Row():
-                        layer, head = _choice("Layer", layers), _choice("Head", heads)
-        text = gr.Textbox(visible=False, label="caption")
-        details = gr.JSON(visible=False, label="words")
+                        count = slider(2, MAX_BEAMS, 5, 1, "How many")
+                        warmth = slider(0, MAX_TEMPERATURE, 0, 0.1, "Temperature: above 0 draws")
+                    more = gr.Button("Write other captions")
+                    others = panel("others")
+                with gr.Tab("Your words"):
+                    text = gr.Textbox(
+                        label="text",
+                        show_label=False,
+                        placeholder="a dog runs on the beach",
+                        max_length=MAX_TEXT,
+                        elem_id="own-text",
+                    )
+                    look = gr.Button("Find these words")
+                    own = panel("own")
+                with gr.Tab("Compare", visible=len(names) > 1):
+                    with gr.Row():
+                        one = gr.Dropdown(names, value=names[0], label="One")
+                        other = gr.Dropdown(names, value=names[-1], label="Other")
+                    both = gr.Button("Compare on this picture")
+                    sides = panel("sides")
+        gr.HTML(_footer(models), elem_id="footer", apply_default_css=False)
+        answer, details = gr.Textbox(visible=False, label="caption"), gr.JSON(visible=False)
+        file = gr.JSON(visible=False)
+        answers = Answers(models, demo.upload_file_set)
 
         # Without preprocessing: `open_image` is to read the uploads, not gradio.
-        model = {"preprocess": False, "concurrency_id": "model", "concurrency_limit": 1}
-        quick = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
-        panels = [words, under_map, legend]
-        looking = [look, [written, chosen, layer, head, opacity], [shown, evidence, *panels]]
-        gr.on([], caption, [picture, beams], [text, details], api_name="caption", **model)
-        for events, function in (
-            ([button.click], write_on_demand),
-            ([picture.change, beams.change], write),
+        asking = {"preprocess": False, "concurrency_id": "models", "concurrency_limit": _AT_ONCE}
+        result = [answer, details]
+        inputs = [picture, beams, penalty, model]
+        gr.on([], answers.caption, inputs, result, api_name="caption", **asking)
+        inputs = [picture, text, model]
+        gr.on([], answers.explain, inputs, result, api_name="explain", **asking)
+
+        asking |= {"api_visibility": "private", "trigger_mode": "always_last"}
+        maps = [view, layer, head]
+        write, inputs = in_panel(answers.write), [picture, model, beams, penalty, *maps]
+        button.click(write, inputs, written, **asking)
+        settings = [control.change for control in (model, beams, penalty, *maps)]
+        quietly = _unless_empty(write)
+        gr.on([picture.change, *settings], quietly, inputs, written, **asking)
+        picture.change(
+            lambda: [HINT] * 3, None, [others, own, sides], queue=False, api_visibility="private"
+        )
+        view.change(
+            lambda view: gr.Row(visible=view != OWN),
+            view,
+            parts,
+            queue=False,
+            api_visibility="private",
+        )
+        for events, function, inputs, output in (
+            (
+                [more.click],
+                answers.write_others,
+                [picture, model, count, warmth, penalty, *maps],
+                others,
+            ),
+            ([look.click, text.submit], answers.look_for, [picture, text, model, *maps], own),
+            ([both.click], answers.compare, [picture, one, other, beams, penalty, *maps], sides),
         ):
-            gr.on(
-                events,
-                function,
-                [picture, beams],
-                [written, chosen],
-                api_visibility="private",
-                show_progress_on=words,
-                **model,
-            ).then(*looking, **quick)
-        quick["trigger_mode"] = "always_last"
-        gr.on([layer.change, head.change], *looking, **quick)
-        opacity.change(draw, [shown, chosen, opacity], panels, **quick)
-        words.select(choose, [shown, opacity], [chosen, *panels], **quick)
+            gr.on(events, in_panel(function), inputs, output, **asking)
+        for shown in (written, others, own, sides):
+            shown.click(answers.save, [picture, *maps], file, **asking).success(
+                None, file, js=_DOWNLOAD, api_visibility="private"
+            )
     return demo
 
 
-def read_upload(picture: dict[str, Any] | None) -> Image.Image:
-    """Open an uploaded picture.
-
-    Args:
-        picture: gradio's `ImageData` as a dictionary, as it came with the request.
-
-    Raises:
-        gr.Error: with one sentence for the visitor.
-    """
-    if picture is None:
-        raise gr.Error("Choose a picture first.")
-    # Gradio checks only paths that the request itself marks as files; this one is always checked.
-    path = Path(picture["path"] or "").resolve()
-    if not path.is_relative_to(Path(get_upload_folder()).resolve()) or not path.is_file():
-        raise gr.Error("This picture is not among the uploads: choose it again.")
-    try:
-        return open_image(path.read_bytes())
-    except ImageError as error:
-        reason = str(error).removeprefix("cannot read image bytes: ")
-        raise gr.Error(f"This file cannot be used: {escape(reason, quote=False)}.") from error
-
-
-def look(written: Caption | None, chosen: int, layer: int, head: int, opacity: float):
-    """Show a caption through the layer and the head chosen, or none."""
-    shown = None if written is None else view(written, layer, head)
-    return shown, gr.Column(visible=shown is not None), *draw(shown, chosen, opacity)
-
-
-def choose(shown: View | None, opacity: float, event: gr.SelectData):
-    """Show the word that was clicked."""
-    known = shown is not None and event.index in range(len(shown.caption.words))
-    chosen = int(event.index) if known else 0
-    return chosen, *draw(shown, chosen, opacity)
+def _unless_empty(write):
+    """A page without a picture shows what to do, not a warning."""
+    return lambda picture, *settings: HINT if picture is None else write(picture, *settings)
 
 
 def _choice(name: str, count: int) -> gr.Dropdown:
     """Gives the callbacks 0 for the mean, and n for the n-th."""
-    choices = [f"Mean of all {count}", *(f"{name} {i + 1}" for i in range(count))]
-    return gr.Dropdown(choices, value=choices[0], type="index", label=name)
+    choices = [(f"Mean of all {count} {name}s", 0)]
+    choices += [(f"{name.capitalize()} {i + 1}", i + 1) for i in range(count)]
+    return gr.Dropdown(choices, value=0, label=name.capitalize())
 
 
 def _examples() -> Iterator[Image.Image]:
-    """Drawn scenes, and photographs out of the gradio package."""
-    for record in scenes("dev", size=256, count=4):
-        yield record.image
+    """Photographs out of the gradio package, and drawn scenes."""
     folder = Path(gr.__file__).parent / "media_assets" / "images"
     for name in _PHOTOGRAPHS:
         if (folder / name).is_file():
             yield open_image(folder / name)
+    for record in scenes("dev", size=256, count=4):
+        yield record.image
+
+
+def _footer(models: Sequence[Model]) -> str:
+    notes = [
+        f"<p><b>{escape(model.name)}</b> {escape(model.licence)}</p>"
+        for model in models
+        if model.licence
+    ]
+    return f"{''.join(notes)}<p>Pictures are kept for at most an hour, captions not at all.</p>"
 
 
 def _theme() -> gr.themes.Base:

@@ -776,3 +776,32 @@ def test_the_toy_of_a_search_is_a_captioner_too(captioner, photos):
     )
     found = captioner.generate(features, num_beams=4, max_len=10)
     assert [best.tokens for (best,) in found] == [best.tokens for (best,) in expected]
+
+
+# ---- several captions of one picture ----
+
+
+def test_alternatives_are_different_captions_each_with_its_own_maps(captioner, photos):
+    found = captioner.alternatives(photos[1], 5, max_len=9)
+    assert len({caption.text for caption in found}) == 5
+    order = [(not caption.finished, -caption.score) for caption in found]
+    assert order == sorted(order)
+    (best,) = captioner.caption([photos[1]], num_beams=5, max_len=9)
+    same_caption(found[0], best)
+    for caption in found:
+        if caption.finished and caption.words:
+            alone = captioner.explain(photos[1], caption.text)
+            torch.testing.assert_close(caption.attention, alone.attention, rtol=1e-3, atol=1e-5)
+
+
+def test_drawn_alternatives_repeat_with_their_seed_and_cold_ones_are_one(captioner, photos):
+    options = {"temperature": 1.5, "max_len": 8}
+    first, again, other = (
+        [c.text for c in captioner.alternatives(photos[0], 6, seed=seed, **options)]
+        for seed in (3, 3, 4)
+    )
+    assert first == again != other
+    assert len(set(first)) == len(first) > 1
+    (cold,) = captioner.alternatives(photos[0], 4, temperature=0, max_len=8)
+    (greedy,) = captioner.caption([photos[0]], num_beams=1, max_len=8)
+    same_caption(cold, greedy)

@@ -183,6 +183,7 @@ class Captioner(nn.Module):
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        num_return: int = 1,
         num_samples: int = 1,
         generator: torch.Generator | None = None,
         cache_dtype: torch.dtype | None = None,
@@ -192,6 +193,7 @@ class Captioner(nn.Module):
         Args:
             prompt: what every text begins with; the scores are of what is written after it.
             max_len: most tokens that are written; at most what the decoder's positions allow.
+            num_return: texts per picture of beam search, at most `num_beams`.
             num_samples: texts drawn per picture.
             cache_dtype: what keys and values are kept in; see `KVCache`.
 
@@ -235,6 +237,7 @@ class Captioner(nn.Module):
                     num_beams=num_beams,
                     length_penalty=length_penalty,
                     early_stopping=early_stopping,
+                    num_return=num_return,
                     **common,
                 )
             else:
@@ -298,6 +301,39 @@ class Captioner(nn.Module):
             texts = [best for best, *_ in found]
             captions += self.explain_texts(texts, features, pictures, geometries)
         return captions
+
+    def alternatives(
+        self,
+        image: Any,
+        count: int,
+        *,
+        temperature: float | None = None,
+        seed: int | None = None,
+        **generation: Any,
+    ) -> list[Caption]:
+        """Several captions of one picture, best first.
+
+        Args:
+            count: most captions; equal ones count once, so there may be fewer.
+            temperature: draw them; where omitted, the best that a beam search of `count` beams
+                finds.
+            generation: as for `caption`.
+        """
+        picture = open_image(image)
+        features, geometries = self.read_pictures([picture])
+        (found,) = self.generate(
+            features,
+            num_beams=count,
+            num_return=count,
+            num_samples=count,
+            temperature=temperature,
+            generator=None if seed is None else torch.Generator().manual_seed(seed),
+            **generation,
+        )
+        texts = list({tuple(text.tokens): text for text in found}.values())
+        texts.sort(key=lambda text: (text.finished, text.score), reverse=True)
+        pictures, geometries = [picture] * len(texts), geometries * len(texts)
+        return self.explain_texts(texts, features, pictures, geometries)
 
     def explain(self, image: Any, text: str) -> Caption:
         """Where the model looks for each word of a given text, and how likely it finds them.
@@ -423,10 +459,14 @@ class Captioner(nn.Module):
             geometry=geometry,
         )
 
-    def save_pretrained(self, folder: str | Path, *, scores: str = "") -> None:
+    def save_pretrained(
+        self, folder: str | Path, *, dtype: torch.dtype | None = None, scores: str = ""
+    ) -> None:
         """Write a model folder; each file replaces the one before it in one step.
 
         Args:
+            dtype: of the stored weights, as float16 for a folder of half the size; their own where
+                omitted. A loaded captioner has float32 weights either way.
             scores: what the model card says of its quality.
         """
         folder = Path(folder)
@@ -437,7 +477,7 @@ class Captioner(nn.Module):
         with write_aside(folder / "README.md") as path:
             card = model_card(self.config, self.tokenizer.vocab_size, scores)
             path.write_text(card, encoding="utf-8")
-        write_weights(folder / "model.safetensors", self.state_dict(), self.tokenizer.digest)
+        write_weights(folder / "model.safetensors", self.state_dict(), self.tokenizer.digest, dtype)
 
     @classmethod
     def from_pretrained(
@@ -449,7 +489,7 @@ class Captioner(nn.Module):
         token: str | bool | None = None,
         local_files_only: bool = False,
     ) -> "Captioner":
-        """Load a model folder, or a model of the Hugging Face hub by its id.
+        """Load a model folder, or by its name a model of the package or of the Hugging Face hub.
 
         Args:
             revision: branch, tag or commit of the model on the hub.

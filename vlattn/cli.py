@@ -25,6 +25,7 @@ from vlattn.evaluation_report import write_report
 from vlattn.files import write_json
 from vlattn.grounding import grounding_line, measure_grounding
 from vlattn.images import ImageError
+from vlattn.model_folder import PACKAGED_MODEL
 from vlattn.training import train
 
 
@@ -102,9 +103,16 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("demo", help="open the demo in a browser")
     command.set_defaults(run=_demo)
-    _add_model(command)
+    command.add_argument(
+        "--model",
+        dest="models",
+        action="append",
+        metavar="FOLDER",
+        help="model folder or hub id; more than one are compared (default: the package's own)",
+    )
     command.add_argument("--host", default="127.0.0.1")
     command.add_argument("--port", type=int, default=7860)
+    command.add_argument("--auth", metavar="USER:PASSWORD", help="what the page asks for")
 
     command = commands.add_parser("convert", help="make a model folder of another's captioner")
     command.set_defaults(run=_convert)
@@ -325,10 +333,19 @@ def _convert(source: str, out: str, revision: str | None) -> None:
     )
 
 
-def _demo(model: str, host: str, port: int) -> None:
-    captioner = Captioner.from_pretrained(model)
+def _demo(models: list[str] | None, host: str, port: int, auth: str | None) -> None:
     try:
         from vlattn.demo.app import launch
+        from vlattn.demo.models import Model
     except ImportError as error:
         raise ValueError(f"the demo needs gradio: pip install 'vlattn[demo]' ({error})") from error
-    launch(captioner, host=host, port=port)
+    user, _, password = (auth or "").partition(":")
+    if auth is not None and not (user and password):
+        raise ValueError("--auth must be USER:PASSWORD")
+    sources = dict.fromkeys(models or [PACKAGED_MODEL])
+    launch(
+        [Model.load(source) for source in sources],
+        host=host,
+        port=port,
+        auth=(user, password) if auth else None,
+    )

@@ -1,10 +1,12 @@
 """Model folders: the files that a captioner is saved as."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -13,6 +15,8 @@ from vlattn.config import CaptionerConfig
 from vlattn.files import write_aside
 
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json")
+PACKAGED = Path(__file__).with_name("pretrained")  # models that come with the package
+PACKAGED_MODEL = "flickr8k-small"
 
 
 def find_model(source: str, **hub: Any) -> Path:
@@ -37,7 +41,7 @@ def find_model(source: str, **hub: Any) -> Path:
 
 
 def find_folder(source: str, patterns: Sequence[str], **hub: Any) -> Path:
-    """The folder itself, or the one that files of a model of the hub are kept in.
+    """The folder itself, a model of the package, or what files of one of the hub are kept in.
 
     Args:
         patterns: names of the files to download.
@@ -45,10 +49,12 @@ def find_folder(source: str, patterns: Sequence[str], **hub: Any) -> Path:
             huggingface_hub.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: there is none of them.
     """
     if Path(source).is_dir():
         return Path(source)
+    if source == Path(source).name and (PACKAGED / source).is_dir():
+        return PACKAGED / source
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -74,13 +80,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def write_weights(path: Path, weights: dict[str, Tensor], vocabulary: str) -> None:
+def write_weights(
+    path: Path, weights: dict[str, Tensor], vocabulary: str, dtype: torch.dtype | None = None
+) -> None:
     """Replaces the file in one step.
 
     Args:
         vocabulary: the digest of the tokenizer that the weights belong to.
+        dtype: of the floats in the file; each weight's own where omitted.
+
+    Raises:
+        ValueError: a weight is larger than `dtype` can hold.
     """
-    tensors = {name: weight.contiguous() for name, weight in weights.items()}
+    tensors = {}
+    for name, weight in weights.items():
+        stored = weight.to(dtype) if dtype and weight.is_floating_point() else weight
+        if stored.dtype != weight.dtype and (stored.isinf() & weight.isfinite()).any():
+            raise ValueError(f"{name} holds weights too large for {dtype}")
+        tensors[name] = stored.contiguous()
     with write_aside(path) as aside:
         save_file(tensors, aside, metadata={"format": "pt", "vocabulary": vocabulary})
 
@@ -95,6 +112,14 @@ def read_weights(path: Path, vocabulary: str) -> dict[str, Tensor]:
         if (file.metadata() or {}).get("vocabulary") not in (None, vocabulary):
             raise ValueError("tokenizer.json is not the one that the weights were trained with")
         return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def licence_note(folder: Path) -> str:
+    """What the model card says under "Licence", in one line; nothing where it says nothing."""
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    found = re.search(r"^#+ Licen[cs]e\n+(.+?)(?=\n#|\Z)", text, re.MULTILINE | re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
 
 
 def model_card(config: CaptionerConfig, vocab_size: int, scores: str) -> str:
