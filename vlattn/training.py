@@ -34,6 +34,7 @@ from vlattn.data.records import DataError, Record
 from vlattn.encoder import TimmEncoder
 from vlattn.evaluation import Habits, score_captions, write_captions
 from vlattn.features import KeptFeatures, encode_pictures
+from vlattn.files import write_json
 from vlattn.grounding import choose_overlay
 from vlattn.run_folder import Progress, RunFolder
 from vlattn.run_report import draw_captions, draw_curves
@@ -134,7 +135,7 @@ def train(config: TrainConfig) -> Captioner:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         best = Captioner.from_pretrained(out).to(accelerator.device)
-        choose_overlay(best, dev_records).save_pretrained(out)
+        write_json(out / "config.json", asdict(choose_overlay(best, dev_records).config))
     accelerator.wait_for_everyone()
     best = Captioner.from_pretrained(out)
     if accelerator.is_main_process:
