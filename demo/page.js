@@ -97,7 +97,7 @@ function follow(article, step) {
 
 // Which words looked at a place (x, y in 0..1), strongest first.
 function ask(article, x, y) {
-  const {readings, reading: index} = states.get(article);
+  const {readings, reading: index, word: before} = states.get(article);
   const reading = readings[index];
   const column = Math.min(reading.columns - 1, Math.floor(x * reading.columns));
   const row = Math.min(reading.rows - 1, Math.floor(y * reading.rows));
@@ -106,7 +106,7 @@ function ask(article, x, y) {
   );
   const found = times.map((value, word) => ({value, word})).filter(({value}) => value > 1);
   found.sort((one, other) => other.value - one.value);
-  if (found.length) choose(article, index, found[0].word);
+  choose(article, index, found.length ? found[0].word : before);
   found.forEach(({value, word}, rank) => {
     const looked = (value - 1) / (found[0].value - 1);
     reading.words[word].style.setProperty("--looked", looked.toFixed(3));

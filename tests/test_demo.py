@@ -653,7 +653,7 @@ def open_page(browser):
     def open_page(url, width=1280, **options):
         contexts.append(browser.new_context(viewport={"width": width, "height": 900}, **options))
         page = contexts[-1].new_page()
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(60_000)
         page.goto(url)
         page.wait_for_selector("#examples button")
         return page
