@@ -11,7 +11,10 @@ import sys
 
 from vlattn.cli import train_main
 
-RECIPE = "--epochs 8 --batch-size 16 --dropout 0.2 --scst-steps 300".split()
+RECIPE = (
+    "--dim 384 --depth 3 --mlp-ratio 3 --dropout 0.4 --views 2 "
+    "--batch-size 24 --epochs 10 --scst-steps 400"
+).split()
 
 if __name__ == "__main__":
     raise SystemExit(train_main([*RECIPE, *sys.argv[1:]]))
