@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vlattn.captioner import PackedTokens
 from vlattn.data.records import Phrase, Record
 from vlattn.images import Box, ImageError, Preprocess, boxes_in_view, open_image, view_of
+from vlattn.network import PackedTokens
 from vlattn.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
