@@ -10,6 +10,8 @@ from vlattn.captioner import Captioner
 from vlattn.convert import blip, vision_encoder_decoder
 from vlattn.convert.checkpoint import Checkpoint
 
+__all__ = ["convert"]
+
 FAMILIES = {
     "blip": blip.read,
     "vision-encoder-decoder": vision_encoder_decoder.read,
