@@ -196,4 +196,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.inference_mode()(main)()
+    torch.no_grad()(main)()

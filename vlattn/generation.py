@@ -273,7 +273,7 @@ OVERLAY_VIEWS = ("where", "more_than_usual", "matters")
 
 def maps_to_show(
     layer_attention: Tensor,
-    relevance: Tensor,
+    relevance: Tensor | None,
     *,
     layer: int | None,
     head: int | None,
@@ -283,23 +283,31 @@ def maps_to_show(
 
     Args:
         layer_attention: (words, L, H, gh, gw).
-        relevance: (words, L, H, gh, gw), see `Captioner.relevance`.
+        relevance: (words, L, H, gh, gw), see `Captioner.relevance`; "matters" needs it.
         layer, head: which to show; the mean over all of them where None.
         view: "where", the attention as it is, or "more_than_usual", the attention times its ratio
             to the mean over the words of the caption: with less of what every word looks at; or
             "matters", the attention times its relevance: with less of what changes nothing.
+
+    Raises:
+        ValueError: there is no such view, or what it needs is not given.
     """
     if view not in OVERLAY_VIEWS:
         raise ValueError(f"view must be one of {', '.join(OVERLAY_VIEWS)}, got {view!r}")
+    if view == "matters" and relevance is None:
+        raise ValueError("view 'matters' needs layer_relevance, got None")
     layers = slice(None) if layer is None else [layer]
     heads = slice(None) if head is None else [head]
-    maps, relevance = (
-        x[:, layers][:, :, heads].mean((1, 2)) for x in (layer_attention, relevance)
-    )  # (words, gh, gw)
+
+    def mean(x: Tensor) -> Tensor:
+        return x[:, layers][:, :, heads].mean((1, 2))  # (words, gh, gw)
+
+    maps = mean(layer_attention)
     maps = maps / maps.sum((1, 2), keepdim=True)  # prefix tokens may have had their share
     if view == "where" or len(maps) == 0:
         return maps
-    more = maps * (maps / maps.mean(0).clamp(min=1e-9) if view == "more_than_usual" else relevance)
+    usual = maps.mean(0).clamp(min=1e-9)
+    more = maps * (maps / usual if view == "more_than_usual" else mean(relevance))
     total = more.sum((1, 2), keepdim=True)
     return torch.where(total > 0, more / total.clamp(min=torch.finfo(total.dtype).tiny), maps)
 
@@ -329,24 +337,25 @@ class Caption:
         words: its words, in order.
         layer_attention: (words, L, H, gh, gw) cross-attention that wrote each word, the mean over
             its tokens; each map sums to the share of the picture's patches, mostly 1.
-        layer_relevance: (words, L, H, gh, gw) how much it helped, see `Captioner.relevance`.
         attention: (words, gh, gw) the map that is shown for each word; it sums to 1. The
             captioner's `config.overlay_layer`, `overlay_head` and `overlay_view` say which.
         score: see `beam_search`.
         finished: whether the end token was reached.
         image: the upright original picture.
         geometry: the way from the model's input back to the picture.
+        layer_relevance: (words, L, H, gh, gw) how much its attention helped each word, see
+            `Captioner.relevance`; None where that is not known.
     """
 
     text: str
     words: tuple[Word, ...]
     layer_attention: Tensor
-    layer_relevance: Tensor
     attention: Tensor
     score: float
     finished: bool
     image: Image.Image
     geometry: Geometry
+    layer_relevance: Tensor | None = None
 
     def select(
         self, layer: int | None = None, head: int | None = None, view: str = "where"

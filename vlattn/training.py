@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
     broadcast_object_list,
     gather_object,
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from vlattn.attention.functional import HAS_FAST_BF16
 from vlattn.captioner import Captioner
 from vlattn.config import TrainConfig
 from vlattn.data.dataset import Batch, CaptionDataset, collate, epoch_batches
@@ -200,26 +202,17 @@ def _read(config: TrainConfig, accelerator: Accelerator) -> tuple[list[Record], 
 
 def _precision(wanted: str) -> str:
     """The `mixed_precision` of accelerate, the same in every process."""
+    AcceleratorState._reset_state()  # a run before, in this process, may have had another one
     PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))  # lets the processes talk
     return broadcast_object_list([_fastest_precision(wanted)])[0]
 
 
 def _fastest_precision(wanted: str) -> str:
-    """For "auto" by measuring whether bfloat16 is faster here."""
     if wanted != "auto":
         return "no" if wanted == "fp32" else wanted
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        left, right = torch.ones(256, 384, dtype=dtype), torch.ones(384, 384, dtype=dtype)
-        runs = []
-        for _ in range(4):
-            start = time.perf_counter()
-            left @ right
-            runs.append(time.perf_counter() - start)
-        seconds[dtype] = min(runs)
-    return "bf16" if seconds[torch.bfloat16] < 0.7 * seconds[torch.float32] else "no"
+    return "bf16" if HAS_FAST_BF16 else "no"
 
 
 def _build(config: TrainConfig, out: Path, records: list[Record], resuming: bool) -> Captioner:
