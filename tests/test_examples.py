@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from vlattn.demo.app import launch
+from vlattn.demo.models import Model
 
 from vlattn.attention import ATTENTIONS
 from vlattn.data.scenes import SPLITS
@@ -153,14 +155,19 @@ def test_show_attend_tell_draws_attention_to_every_patch():
 
 
 def test_readme_code(tmp_path, monkeypatch, captioner, photos):
-    """Each block runs in a folder that has the model and the picture that it names."""
+    """Each block runs beside the demo, in a folder with the model and the picture that it names."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) >= 2
     monkeypatch.chdir(tmp_path)
     captioner.save_pretrained(tmp_path / "runs" / "mine")
     photos[0].save(tmp_path / "picture.jpg")
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+    demo = launch([Model("mine", captioner)], port=None, block=False)
+    try:
+        for block in blocks:
+            block = block.replace("http://127.0.0.1:7860", demo.local_url)
+            exec(compile(block, "README.md", "exec"), {})
+    finally:
+        demo.close()
 
 
 def test_readme_commands_exist():
