@@ -129,6 +129,17 @@ def colours_url(serve, captioner):
     return serve(ColourNamer(captioner))
 
 
+def test_readme_code(url, tmp_path, monkeypatch, photos):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "Client(" in b)
+    monkeypatch.chdir(tmp_path)
+    photos[0].save("picture.jpg")
+    seen = {}
+    exec(compile(block.replace("http://127.0.0.1:7860", url), "README.md", "exec"), seen)
+    assert seen["words"][0]["text"] == "a"  # the only word of it that the tiny captioner has
+    assert seen["text"] == "a"
+
+
 def plain(folder, colour, size=(90, 60)):
     path = folder / f"{colour}.png"
     Image.new("RGB", size, COLOURS[colour]).save(path)
