@@ -926,7 +926,7 @@ def test_a_phone_needs_no_sideways_scroll(open_page, colours_url, tmp_path, sche
     assert all(abs(box["width"] - box["height"]) < 2 for box in boxes)
     choose_file(page, plain(tmp_path, "green", size=(900, 100)))
     page.get_by_text("Settings").click()
-    page.get_by_label("Layer").wait_for()
+    page.get_by_label("Maps").wait_for()
     for summary in page.locator("#written summary").all():
         summary.click()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
