@@ -20,7 +20,7 @@ from .models import Model
 from .panels import HERE, HINT
 from .uploads import MAX_PIXELS
 
-_PHOTOGRAPHS = ("cheetah1.jpg", "lion.jpg", "tower.jpg", "bus.png")  # in the gradio package
+_PHOTOGRAPHS = ("cheetah.jpg", "cheetah2.jpg", "lion.jpg", "tower.jpg")  # in the gradio package
 _AT_ONCE = 8  # requests that gather for a model; who waits longer sees a place in the queue
 _VIEWS = [
     ("As the model points best", OWN),

@@ -147,7 +147,7 @@ def _legend() -> str:
         '<div class="legend"><span>even attention or less</span>'
         f'<div class="ramp" style="background: linear-gradient(to right, {ramp})"></div>'
         "<span>most</span>"
-        '<label>Glow <input type="range" name="strength" min="0" max="1" step="0.05" value="1">'
+        '<label>Glow <input type="range" name="strength" min="0" max="1" step="0.05" value="0.75">'
         "</label></div>"
     )
 
