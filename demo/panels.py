@@ -12,9 +12,9 @@ from html import escape
 from math import exp
 from pathlib import Path
 
-import numpy as np
-
+from vlattn.evaluation import NEVER_LAST
 from vlattn.generation import Caption
+from vlattn.metrics import tokenize
 from vlattn.visualization import RAMP
 
 from .glow import Maps, at_size, colours, measure
@@ -91,7 +91,7 @@ def _reading(index: int, caption: Caption, maps: Maps, count: int) -> str:
         "rows": maps.levels.shape[1],
         "columns": maps.levels.shape[2],
         "times": round(maps.times, 3),
-        "first": int(np.argmin(maps.halves)),
+        "first": _first(caption, maps),
         "colours": _text(colours(maps.times).tobytes()),
         "words": [_text(levels.tobytes()) for levels in maps.levels],
     }
@@ -111,6 +111,12 @@ def _reading(index: int, caption: Caption, maps: Maps, count: int) -> str:
         f'<p class="caption" dir="auto" role="group" aria-label="Caption">{"".join(buttons)}</p>'
         f"{score}</section>"
     )
+
+
+def _first(caption: Caption, maps: Maps) -> int:
+    """The word that is lit at first: of those that name something, the one that points best."""
+    names = [i for i, word in enumerate(caption.words) if set(tokenize(word.text)) - NEVER_LAST]
+    return min(names or range(len(caption.words)), key=lambda i: maps.halves[i])
 
 
 def _detail(index: int, caption: Caption, maps: Maps) -> str:

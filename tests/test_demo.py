@@ -250,6 +250,16 @@ def test_words_join_to_the_caption_whatever_they_say(caption, captioner):
             assert text.count("<button") == len(shown.words)
 
 
+def test_the_first_light_is_that_of_a_word_that_names_something(caption, captioner):
+    for named in range(len(caption.words)):
+        texts = [" dog" if i == named else (" the", " .")[i % 2] for i in range(len(caption.words))]
+        words = tuple(replace(word, text=text) for word, text in zip(caption.words, texts))
+        shown = replace(caption, words=words, text="".join(texts))
+        html = evidence([shown], Model("tiny", captioner), "")
+        data = json.loads(unescape(re.search(r'data-maps="(.*?)"', html)[1]))
+        assert data["first"] == named
+
+
 def test_a_saved_gif_has_a_frame_for_each_word_and_a_png_its_light(caption):
     with Image.open(io.BytesIO(as_gif(caption))) as gif:
         assert (gif.n_frames, gif.width) == (len(caption.words), 480)
