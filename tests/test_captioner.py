@@ -21,6 +21,7 @@ from vlattn.data.dataset import CaptionDataset, collate
 from vlattn.data.records import Record
 from vlattn.generation import beam_search
 from vlattn.images import ImageError, Preprocess, open_image
+from vlattn.network import ReadTexts, token_logprobs
 from vlattn.tokenizer import Tokenizer
 
 MODEL_FOLDER = [
@@ -354,16 +355,17 @@ def test_maps_belong_to_the_word_they_were_written_with(make_captioner, photos, 
     captioner = make_captioner(tokenizer=tokenizer, patch_size=8)  # 8 x 12 patches
     tokens = tokenizer.encode(text)
 
-    def decode(inputs, features, need_weights=False):
-        number = inputs.size(1)
+    def read_texts(given, features):
+        number = given.size(1) - 1
         assert number == len(tokens) + 1
         looked = torch.zeros(1, 2, 2, number, 96)
         for i in range(number - 1):
             looked[:, :, :, i, i] = 1
         looked[:, :, :, -1, 95] = 1
-        return torch.zeros(1, number, tokenizer.vocab_size), looked
+        logprobs = token_logprobs(torch.zeros(1, number, tokenizer.vocab_size), given[:, 1:])
+        return ReadTexts(logprobs, looked, looked)
 
-    monkeypatch.setattr(captioner, "decode", decode)
+    monkeypatch.setattr(captioner, "read_texts", read_texts)
     caption = captioner.explain(photos[0], text)
     assert [word.text.strip() for word in caption.words] == words
 
@@ -439,7 +441,7 @@ def test_relevance_is_attention_times_what_a_little_more_of_it_would_give(
     captioner, features = captioner.double(), features._replace(tokens=features.tokens.double())
     ids = tokenizer.encode("a red ring")
     tokens = torch.tensor([[tokenizer.bos_id, *ids, tokenizer.eos_id]])
-    found = captioner.relevance(tokens, features)
+    found = captioner.read_texts(tokens, features).relevance
     assert found.shape == (1, 2, 2, 4, 24) and not found.requires_grad
     weights = captioner.decode(tokens[:, :-1], features, True).weights
     functional = {"additive": "additive_attention"}.get(attention, "scaled_dot_product_attention")

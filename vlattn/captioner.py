@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from vlattn.config import CaptionerConfig
 from vlattn.encoder import PatchFeatures
@@ -169,18 +170,13 @@ class Captioner(CaptioningNetwork):
         geometries: list[Geometry],
     ) -> list[Caption]:
         """One teacher-forced pass over the texts gives each word's log-probability and maps."""
-        bos, eos, pad = self.tokenizer.bos_id, self.tokenizer.eos_id, self.tokenizer.pad_id
-        rows = [[bos, *text.tokens] + [eos] * text.finished for text in texts]
-        longest = max(map(len, rows))
-        tokens = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])  # (R, T + 1)
-        with self._evaluating():
-            logits, weights = self.decode(tokens[:, :-1].to(self.device), features, True)
-        # Row t of logits and weights wrote token t + 1.
-        logprobs = logits.float().log_softmax(-1).cpu().gather(2, tokens[:, 1:, None]).squeeze(2)
-        raised = self.relevance(tokens.to(self.device), features)
+        bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
+        rows = [torch.tensor([bos, *t.tokens] + [eos] * t.finished) for t in texts]
+        tokens = pad_sequence(rows, True, self.tokenizer.pad_id)  # (R, T + 1)
+        # Row t of what is read wrote token t + 1.
+        logprobs, *read = (x.float().cpu() for x in self.read_texts(tokens, features))
         maps, raised = (
-            x.float().cpu().permute(0, 3, 1, 2, 4).unflatten(-1, features.grid_size)
-            for x in (weights, raised)
+            x.permute(0, 3, 1, 2, 4).unflatten(-1, features.grid_size) for x in read
         )  # (R, T, L, H, gh, gw)
         rows = zip(texts, logprobs, maps, raised, pictures, geometries)
         return [self._make_caption(*row) for row in rows]

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from vlattn.captioner import Captioner
 from vlattn.data.records import Record
 from vlattn.generation import Hypothesis
 from vlattn.images import ImageError, open_image
+from vlattn.network import token_logprobs
 
 SHARES = (0.1, 0.2, 0.4, 0.6, 0.8)
 NAMES = ("deletion", "deletion_random", "insertion", "insertion_random")
@@ -129,11 +131,9 @@ def _logprobs(
 ) -> Tensor:
     """(B, 1) of a word of each text with what is left of the memory (B, K, D)."""
     tokenizer, decoder = captioner.tokenizer, captioner.decoder
-    rows = [[tokenizer.bos_id, *text.tokens] for text in texts]
-    longest = max(map(len, rows))
-    tokens = torch.tensor([row + [tokenizer.pad_id] * (longest - len(row)) for row in rows])
-    hidden, _ = decoder(tokens[:, :-1].to(captioner.device), decoder.start(memory))
-    logprobs = decoder.logits(hidden).float().log_softmax(-1).cpu()
-    logprobs = logprobs.gather(2, tokens[:, 1:, None]).squeeze(2)  # (B, T)
+    rows = [torch.tensor([tokenizer.bos_id, *text.tokens]) for text in texts]
+    tokens = pad_sequence(rows, True, tokenizer.pad_id).to(captioner.device)
+    hidden, _ = decoder(tokens[:, :-1], decoder.start(memory))
+    logprobs = token_logprobs(decoder.logits(hidden), tokens[:, 1:]).cpu()  # (B, T)
     spans = [tokenizer.words(text.tokens)[i] for text, i in zip(texts, words)]
     return torch.stack([row[s.first : s.last].sum() for row, s in zip(logprobs, spans)])[:, None]

@@ -283,7 +283,7 @@ def maps_to_show(
 
     Args:
         layer_attention: (words, L, H, gh, gw).
-        relevance: (words, L, H, gh, gw), see `Captioner.relevance`; "matters" needs it.
+        relevance: (words, L, H, gh, gw), see `ReadTexts.relevance`; "matters" needs it.
         layer, head: which to show; the mean over all of them where None.
         view: "where", the attention as it is, or "more_than_usual", the attention times its ratio
             to the mean over the words of the caption: with less of what every word looks at; or
@@ -344,7 +344,7 @@ class Caption:
         image: the upright original picture.
         geometry: the way from the model's input back to the picture.
         layer_relevance: (words, L, H, gh, gw) how much its attention helped each word, see
-            `Captioner.relevance`; None where that is not known.
+            `ReadTexts.relevance`; None where that is not known.
     """
 
     text: str

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from vlattn.captioner import Captioner
@@ -135,18 +136,14 @@ def _maps(
     captioner: Captioner, features: PatchFeatures, texts: list[Sequence[Text]]
 ) -> list[list[tuple[Tensor, Tensor]]]:
     most = max(map(len, texts))
-    tokenizer = captioner.tokenizer
-    bos, eos, pad = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
+    tokenizer, nothing = captioner.tokenizer, Text("", [], [], ())
     rows = [
-        [bos, *text.tokens, eos]
+        torch.tensor([tokenizer.bos_id, *text.tokens, tokenizer.eos_id])
         for of_picture in texts
-        for text in [*of_picture, *[Text("", [], [], ())] * (most - len(of_picture))]
+        for text in [*of_picture, *[nothing] * (most - len(of_picture))]
     ]
-    longest = max(map(len, rows))
-    tokens = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
-    tokens = tokens.to(captioner.device)
-    _, weights = captioner.decode(tokens[:, :-1], features, need_weights=True)
-    both = torch.stack([weights, captioner.relevance(tokens, features)], dim=1)
+    read = captioner.read_texts(pad_sequence(rows, True, tokenizer.pad_id), features)
+    both = torch.stack([read.weights, read.relevance], dim=1)
     both = both.float().cpu().permute(0, 4, 1, 2, 3, 5)  # (R, T, 2, L, H, N)
     both = both.unflatten(-1, features.grid_size).unflatten(0, (len(texts), most))
     return [

@@ -29,6 +29,23 @@ class CaptionerOutput(NamedTuple):
     weights: Tensor | None
 
 
+class ReadTexts(NamedTuple):
+    """What a model finds in given texts of T tokens after the begin token.
+
+    Args:
+        logprobs: (R, T) log-probability of each token.
+        weights: (R, L, H, T, N) cross-attention that wrote it.
+        relevance: (R, L, H, T, N) how much looking there raises the text's probability: weights
+            times the gradient of the sum of the tokens' log-probabilities, zero where that is
+            negative. A row of the last layer tells of its token alone; one of a layer before it
+            tells of those behind it too.
+    """
+
+    logprobs: Tensor
+    weights: Tensor
+    relevance: Tensor
+
+
 class PackedTokens(NamedTuple):
     """The captions of each picture one after the other in one row, for training.
 
@@ -239,38 +256,34 @@ class CaptioningNetwork(nn.Module):
                 found = [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
         return [[t._replace(tokens=begin + t.tokens) for t in texts] for texts in found]
 
-    def relevance(self, tokens: Tensor, features: PatchFeatures) -> Tensor:
-        """How much looking there raises the text's probability: attention times its gradient.
+    def read_texts(self, tokens: Tensor, features: PatchFeatures) -> ReadTexts:
+        """The probability of given texts, where the model looked, and how much that helped.
 
         After Chefer et al., "Generic Attention-model Explainability for Interpreting Bi-Modal and
         Encoder-Decoder Transformers", ICCV 2021.
 
         Args:
             tokens: (R, T + 1) texts from begin token on, right-padded; see `decode`.
-
-        Returns:
-            (R, L, H, T, N) weights times the gradient of the sum of the tokens' log-probabilities,
-            zero where that is negative. A row of the last layer tells of the next token alone; one
-            of a layer before it tells of those behind it too.
         """
         decoder = self.decoder
         with self._evaluating(), torch.inference_mode(False), torch.enable_grad():
-            tokens, patches = tokens.clone(), features.tokens.clone()  # no inference tensors
+            # no inference tensors
+            tokens, patches = tokens.to(self.device, copy=True), features.tokens.clone()
             memory = self.memory(features._replace(tokens=patches)).detach().requires_grad_()
             cache = decoder.start(memory)
             layers = range(len(decoder.blocks))
             (hidden, weights), seen = decoder.trace(tokens[:, :-1], cache, wanted=layers)
             targets = tokens[:, 1:]
-            logprobs = decoder.logits(hidden).float().log_softmax(-1)
-            logprobs = logprobs.gather(2, targets[:, :, None]).squeeze(2)
+            logprobs = token_logprobs(decoder.logits(hidden), targets)
             total = logprobs[targets != self.tokenizer.pad_id].sum()
             gradients = torch.autograd.grad(total, seen)  # each (R, T, D)
         raised = [
             block.cross_attn.weight_gradient(gradient, cache.memory(layer))
             for layer, (block, gradient) in enumerate(zip(decoder.blocks, gradients))
         ]
-        helped = weights * torch.stack(raised, dim=1)
-        return helped[..., features.num_prefix :].detach().clamp(min=0)
+        helped = (weights * torch.stack(raised, dim=1)).clamp(min=0)
+        weights, helped = (x.detach()[..., features.num_prefix :] for x in (weights, helped))
+        return ReadTexts(logprobs.detach(), weights, helped)
 
     @contextmanager
     def _evaluating(self):
@@ -280,6 +293,11 @@ class CaptioningNetwork(nn.Module):
             yield
         finally:
             self.train(training)
+
+
+def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """(R, T) log-probability of each target: logits (R, T, V), targets (R, T)."""
+    return logits.float().log_softmax(-1).gather(2, targets[:, :, None]).squeeze(2)
 
 
 def _make_projection(memory: str, encoder_dim: int, dim: int) -> nn.Module:
