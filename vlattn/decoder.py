@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlattn.attention import ATTENTIONS, KeyValue, KVCache, ScaledDotProductAttention, causal_mask
-from vlattn.layers import ACTIVATIONS, NORMS, make_activation, make_norm
+from vlattn.layers import ACTIVATIONS, NORMS, Dropout, make_activation, make_norm
 
 
 class DecoderOutput(NamedTuple):
@@ -95,7 +95,7 @@ class DecoderBlock(nn.Module):
             nn.Linear(dim, hidden_dim), make_activation(activation), nn.Linear(hidden_dim, dim)
         )
         self.norm1, self.norm2, self.norm3 = (make_norm(norm, dim, norm_eps) for _ in range(3))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(
         self,
@@ -236,7 +236,7 @@ class TextDecoder(nn.Module):
             )
         self.head = None if tie_embeddings else nn.Linear(dim, vocab_size, bias=False)
         self.head_bias = nn.Parameter(torch.zeros(vocab_size)) if head_bias else None
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def start(self, memory: Tensor, *, cache_dtype: torch.dtype | None = None) -> KVCache:
         """A cache to write with: memory (B, N, memory_dim) is projected once per picture and layer.

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vlattn.attention import ScaledDotProductAttention
-from vlattn.layers import make_activation, make_norm
+from vlattn.layers import Dropout, make_activation, make_norm
 
 
 class PatchFeatures(NamedTuple):
@@ -128,7 +128,7 @@ class ViTBlock(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(dim, hidden_dim), make_activation(activation), nn.Linear(hidden_dim, dim)
         )
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         query, kv = self.self_attn.project_self(self.norm1(x))

@@ -15,6 +15,7 @@ from vlattn.config import CaptionerConfig
 from vlattn.decoder import TextDecoder
 from vlattn.encoder import PatchFeatures, PatchPositions, TimmEncoder, ViT
 from vlattn.generation import Hypothesis, beam_search, sample
+from vlattn.layers import Dropout
 from vlattn.tokenizer import Tokenizer
 
 
@@ -77,7 +78,7 @@ class CaptioningNetwork(nn.Module):
         self.memory_positions = None
         if config.memory == "normed":
             self.memory_positions = PatchPositions(self.encoder.grid_size, config.dim)
-        self.memory_dropout = nn.Dropout(config.dropout)
+        self.memory_dropout = Dropout(config.dropout)
         self.decoder = TextDecoder(
             tokenizer.vocab_size,
             dim=config.dim,
