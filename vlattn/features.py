@@ -87,8 +87,8 @@ def encode_pictures(
 ) -> KeptFeatures:
     """The features of all views of a data set's pictures, as far as the folder lacks them.
 
-    Their keys are digests of the picture's content, of the encoder's weights and of the
-    preprocessing, so that those of another picture, encoder or size are never taken.
+    Their keys are digests of the picture's content, of the encoder's weights and precision, and of
+    the preprocessing, so that those of another picture, encoder or size are never taken.
 
     Args:
         captioner: its encoder is frozen.
@@ -127,9 +127,11 @@ def encode_pictures(
 
 
 def _encoder_digest(captioner: Captioner) -> str:
-    """Tells encoders with other weights, or another preprocessing, apart."""
-    digest = hashlib.sha256(json.dumps(captioner.preprocess.to_dict()).encode())
-    digest.update(captioner.config.encoder.encode())
+    """Tells encoders with other weights or precision, or another preprocessing, apart."""
+    device = captioner.device.type
+    half = torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device))
+    settings = [captioner.preprocess.to_dict(), captioner.config.encoder, half]
+    digest = hashlib.sha256(json.dumps(settings).encode())
     for name, tensor in captioner.encoder.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())

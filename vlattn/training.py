@@ -259,9 +259,14 @@ def _data_sets(
         folder = config.cache_features or Path(config.out) / "features"
 
         def encode(dataset: CaptionDataset, name: str) -> KeptFeatures:
-            return encode_pictures(
-                captioner, dataset, folder, title=f"encoding {name}", num_workers=config.num_workers
-            )
+            with accelerator.autocast():
+                return encode_pictures(
+                    captioner,
+                    dataset,
+                    folder,
+                    title=f"encoding {name}",
+                    num_workers=config.num_workers,
+                )
 
         if count > 1:  # each encodes its share, and finds those of the others then
             encode(_dataset(config, captioner, train_records[rank::count], **options), "train")
