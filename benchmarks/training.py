@@ -4,11 +4,13 @@
 
 The plain step repeats the memory for each caption, pads every caption to the longest, and uses
 `nn.TransformerDecoder`; sizes, dropout, loss and optimiser are the same. Captions are random, as
-long as those of Flickr8k (12 words, give or take 4); the encoder is frozen, and both read kept
-features, or both run it.
+long as those of Flickr8k (12 words, give or take 4). Both step through the same 16 batches, the
+plain one as they come, ours sorted as in training (`TrainConfig.sort_window`). The encoder is
+frozen, and both read kept features, or both run it.
 """
 
 import argparse
+import itertools
 import platform
 
 import torch
@@ -19,11 +21,12 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from vlattn import Captioner, CaptionerConfig, Tokenizer
-from vlattn.data.dataset import Batch, pack
+from vlattn.data.dataset import Batch, epoch_batches, pack
 from vlattn.steps import teacher_step
 
 ENCODER = "timm:tf_efficientnet_lite0"
 WORDS = 2500
+BATCHES = 16
 
 
 class Plain(nn.Module):
@@ -91,19 +94,28 @@ def main() -> None:
     accelerator = Accelerator(mixed_precision=args.precision)
     captioner = Captioner(config, tokenizer).to(accelerator.device)
     plain = Plain(captioner).to(accelerator.device).train()
-    captions = random_captions(args.pictures, args.captions)
-    packed, targets = pack(captions)
+    captions = random_captions(BATCHES * args.pictures, args.captions)
+    lengths = [sum(len(caption) - 1 for caption in texts) for texts in captions]
+    order = epoch_batches(lengths, args.pictures, seed=0, epoch=0, window=BATCHES)
     pixels = torch.randn(args.pictures, 3, 224, 224, device=accelerator.device)
     with torch.no_grad():
         kept = captioner.encode(pixels).tokens
     optimizers = {
-        model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-4)
+        model: torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], 1e-4, fused=True
+        )
         for model in (captioner, plain)
     }
     ours = accelerator.prepare(captioner)
 
+    packs = itertools.cycle([pack([captions[i] for i in batch]) for batch in order])
+    plain_batches = itertools.cycle(
+        [caption for texts in captions[start : start + args.pictures] for caption in texts]
+        for start in range(0, len(captions), args.pictures)
+    )
+
     def our_step(images: Tensor) -> None:
-        batch = Batch(tuple(range(len(images))), images, packed, targets, None, ())
+        batch = Batch(tuple(range(len(images))), images, *next(packs), None, ())
         teacher_step(
             accelerator,
             ours,
@@ -114,19 +126,22 @@ def main() -> None:
             clip_norm=1.0,
         )
 
-    flat = [caption for texts in captions for caption in texts]
     calls = {}
     for name, images in (("features kept", kept), ("encoder run", pixels)):
-        calls[f"plain, {name}"] = lambda x=images: plain_step(plain, optimizers[plain], x, flat)
+        calls[f"plain, {name}"] = lambda x=images: plain_step(
+            plain, optimizers[plain], x, next(plain_batches)
+        )
         calls[f"ours, {name}"] = lambda x=images: our_step(x)
     where = platform.processor() or accelerator.device.type
     print(f"torch {torch.__version__}, {where}, {torch.get_num_threads()} threads")
-    print(f"{args.pictures} pictures of {args.captions} captions, {len(targets)} targets")
+    print(
+        f"{args.pictures} pictures of {args.captions} captions, {sum(lengths) // BATCHES} targets"
+    )
     found = measure(calls, accelerator.device.type, args.seconds)
     for name, times in found.items():
         low, middle, high = (1e3 * times[key] for key in ("low", "seconds", "high"))
         print(f"{name:22}{middle:9.1f} ms ({low:.1f} to {high:.1f})", end="")
-        print(f"{1e3 * len(flat) / middle:8.0f} captions/s", end="")
+        print(f"{1e3 * args.pictures * args.captions / middle:8.0f} captions/s", end="")
         twin = found[name.replace("ours", "plain")]["seconds"]
         print(f"   {1e3 * twin / middle:.2f}x")
     if args.profile:
