@@ -89,7 +89,8 @@ def test_nothing_is_computed_twice(frozen, some, tmp_path, count):
 def test_features_of_anything_else_are_never_taken(
     frozen, some, photos, tmp_path, tokenizer, count
 ):
-    """The content of a picture, the weights of the encoder, the preprocessing: each is new."""
+    """The content of a picture, the weights of the encoder and their precision, the preprocessing:
+    each is new."""
     folder = tmp_path / "kept"
     encode_pictures(frozen, dataset(frozen, some[:1]), folder)
     photos[2].save(some[0].image)  # another picture under the same name
@@ -104,6 +105,10 @@ def test_features_of_anything_else_are_never_taken(
     other.preprocess = Preprocess(size=(64, 96), mode="pad", mean=(0.1, 0.2, 0.3))
     encode_pictures(other, dataset(other, some[:1]), folder)
     assert sum(count) == 5
+    with torch.autocast("cpu", torch.bfloat16):
+        encode_pictures(other, dataset(other, some[:1]), folder)
+        encode_pictures(other, dataset(other, some[:1]), folder)
+    assert sum(count) == 6
 
 
 def test_what_was_written_before_a_failure_counts(frozen, some, tmp_path, monkeypatch, count):
