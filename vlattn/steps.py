@@ -80,7 +80,7 @@ def self_critical_step(
     *,
     clip_norm: float,
 ) -> float:
-    """Learn from captions that the model draws, without dropout; returns the mean reward."""
+    """Learn, with dropout, from captions that the model draws without; returns the mean reward."""
     model.eval()
     captioner = accelerator.unwrap_model(model)
     drawn = [
@@ -89,6 +89,7 @@ def self_critical_step(
         if batch.indices
     ]
     num_targets = max(1, _sum(accelerator, sum(batch.targets.numel() for batch, _, _ in drawn)))
+    model.train()
     for batch, advantages, _ in drawn:
         batch = batch.to(accelerator.device)
         logits, _ = model(batch.images, batch.packed)
