@@ -31,17 +31,29 @@ def one_hot(row, column, gh=4, gw=6):
     return map
 
 
-def test_scores_equal_loops_over_the_pixels():
+def score(shown, mention):
+    """Of a phrase whose words are alike in relevance."""
+    words = shown[list(mention.words)]
+    return grounding._score(words, torch.ones(len(words), 2, 3, 4, 6), mention, WHOLE)
+
+
+@pytest.mark.parametrize("relevance", [(3.0, 1.0), (0.0, 0.0)])
+def test_scores_equal_loops_over_the_pixels(relevance):
     torch.manual_seed(0)
     shown = torch.rand(3, 4, 6)
     shown /= shown.sum((1, 2), keepdim=True)
+    first, last = (0.75, 0.25) if any(relevance) else (0.5, 0.5)
     best, area, correctness, uniform, pointing, center, iou, rank = grounding._score(
-        shown, Mention("x", (0, 2), BOXES), WHOLE
+        shown[[0, 2]],
+        torch.tensor(relevance)[:, None, None, None, None].expand(2, 2, 5, 4, 6),
+        Mention("x", (0, 2), BOXES),
+        WHOLE,
     )
     inside, mass, total = [], {0: 0.0, 2: 0.0}, {0: 0.0, 2: 0.0}
     rasters = {word: WHOLE.to_image(shown[word]) for word in (0, 2)}
-    phrase = WHOLE.to_image((shown[0] + shown[2]) / 2)
-    ranks, order = [], sorted(((shown[0] + shown[2]) / 2).flatten().tolist(), reverse=True)
+    whole = first * shown[0] + last * shown[2]
+    phrase = WHOLE.to_image(whole)
+    ranks, order = [], sorted(whole.flatten().tolist(), reverse=True)
     for y in range(RASTER):
         for x in range(RASTER):
             u, v = (x + 0.5) / RASTER, (y + 0.5) / RASTER
@@ -52,7 +64,7 @@ def test_scores_equal_loops_over_the_pixels():
                 mass[word] += rasters[word][y, x] * hit
             if hit:
                 row, column = int(v * 4), int(u * 6)
-                value = float((shown[0] + shown[2])[row, column] / 2)
+                value = float(whole[row, column])
                 ranks.append(order.index(pytest.approx(value, rel=1e-6)) / 23)
     shares = {word: mass[word] / total[word] for word in (0, 2)}
     assert best == max(shares, key=shares.get) and area == pytest.approx(0.225)
@@ -70,9 +82,7 @@ def test_scores_equal_loops_over_the_pixels():
 def test_one_patch_is_a_hit_or_a_miss(row, column, hit):
     """A grid of 4 x 6, so that swapped rows and columns show."""
     mention = Mention("x", (0,), ((0.17, 0.0, 0.33, 0.25), (0.84, 0.75, 1.0, 1.0)))
-    _, _, correctness, uniform, pointing, _, _, rank = grounding._score(
-        one_hot(row, column)[None], mention, WHOLE
-    )
+    _, _, correctness, uniform, pointing, _, _, rank = score(one_hot(row, column)[None], mention)
     assert pointing == hit
     assert (correctness > 5 * uniform) == bool(hit)
     assert (rank < 0.5) == bool(hit)
@@ -81,9 +91,8 @@ def test_one_patch_is_a_hit_or_a_miss(row, column, hit):
 def test_the_uniform_map_scores_as_the_uniform_map_and_points_to_the_centre():
     even = torch.full((1, 4, 6), 1 / 24)
     for boxes, center in ((BOXES, 0.0), (((0.25, 0.25, 0.75, 0.9),), 1.0)):
-        _, _, correctness, uniform, pointing, at_center, iou, _ = grounding._score(
-            even, Mention("x", (0,), boxes), WHOLE
-        )
+        mention = Mention("x", (0,), boxes)
+        _, _, correctness, uniform, pointing, at_center, iou, _ = score(even, mention)
         assert correctness == pytest.approx(uniform) == pytest.approx(iou[0])
         assert pointing == at_center == center
 
@@ -92,8 +101,9 @@ def test_a_map_of_a_crop_is_measured_where_the_crop_is():
     """The right half alone was seen: its first patch lies in the middle of the picture."""
     right = Geometry((RASTER, RASTER), (RASTER / 2, 0, RASTER, RASTER))
     boxes = ((0.0, 0.0, 0.5, 1.0), (0.5, 0.0, 0.75, 0.5))
+    words, relevance = one_hot(0, 0, 2, 2)[None], torch.ones(1, 3, 5, 2, 2)
     _, _, correctness, uniform, pointing, *_, rank = grounding._score(
-        one_hot(0, 0, 2, 2)[None], Mention("x", (0,), boxes), right
+        words, relevance, Mention("x", (0,), boxes), right
     )
     assert pointing == 1 and rank == 0 and uniform == pytest.approx(0.25)
     assert correctness > 0.6

@@ -166,9 +166,10 @@ class Scores(NamedTuple):
         correctness: attention correctness (Liu et al., "Attention Correctness in Neural Image
             Captioning", AAAI 2017): the mass of a word's map inside the boxes, of the best word.
         uniform: the same of the uniform map.
-        pointing: whether the highest pixel of the phrase's map, the mean over its words, is in a
-            box (Akbari et al., "Multi-level Multimodal Common Semantic Space for Image-Phrase
-            Grounding", CVPR 2019).
+        pointing: whether the highest pixel of the phrase's map is in a box (Akbari et al.,
+            "Multi-level Multimodal Common Semantic Space for Image-Phrase Grounding", CVPR 2019).
+            That map is the mean over the phrase's words, each weighed by its relevance: an "a" that
+            needed no picture counts little.
         center: the same of the picture's centre.
         iou: of the boxes and the map above a threshold, a share of its peak.
         rank: mean rank of the boxes' patches, 0 the hottest and 1 the coldest; 0.5 by chance.
@@ -232,10 +233,11 @@ def score_maps(
     """
     rows = []
     for index, geometry, maps in read_maps(captioner, records, texts):
-        for text, of_words in zip(texts[index], maps):
-            shown = captioner.maps_to_show(*of_words)
+        for text, (attention, relevance) in zip(texts[index], maps):
+            shown = captioner.maps_to_show(attention, relevance)
             for mention in text.mentions:
-                best, *values = _score(shown, mention, geometry)
+                words = list(mention.words)
+                best, *values = _score(shown[words], relevance[words], mention, geometry)
                 place = (index, text.text, best)
                 rows.append((mention.kind, place, mention.boxes, *values))
     if not rows:
@@ -244,10 +246,22 @@ def score_maps(
     return Scores(list(kinds), list(places), list(boxes), *map(np.array, columns))
 
 
-def _score(shown: Tensor, mention: Mention, geometry: Geometry) -> tuple:
-    """The best word, and the values of `Scores` from `area` on."""
-    words = shown[list(mention.words)]
-    rasters = geometry.to_image(torch.cat([words, words.mean(0, keepdim=True)]))  # (words+1, R, R)
+def _phrase_map(words: Tensor, relevance: Tensor) -> Tensor:
+    """The mean of maps (words, ..., gh, gw), each weighed by its sum of relevance."""
+    weights = relevance.flatten(1).sum(1)
+    weights = weights if weights.any() else torch.ones_like(weights)
+    return (words.movedim(0, -1) @ (weights / weights.sum())).contiguous()
+
+
+def _score(words: Tensor, relevance: Tensor, mention: Mention, geometry: Geometry) -> tuple:
+    """The best word of a phrase, and the values of `Scores` from `area` on.
+
+    Args:
+        words: (words, gh, gw) what is shown of the phrase's words.
+        relevance: (words, L, H, gh, gw).
+    """
+    whole = _phrase_map(words, relevance)
+    rasters = geometry.to_image(torch.cat([words, whole[None]]))  # (words + 1, R, R)
     seen = ~np.isnan(rasters[0])
     rasters[:, ~seen] = 0
     inside = _mask(mention.boxes)
@@ -264,7 +278,7 @@ def _score(shown: Tensor, mention: Mention, geometry: Geometry) -> tuple:
         _is_inside(_peak(phrase), mention.boxes),
         _is_inside((0.5, 0.5), mention.boxes),
         iou,
-        _rank(words.mean(0), inside, geometry),
+        _rank(whole, inside, geometry),
     )
 
 
@@ -366,15 +380,16 @@ def choose_overlay(captioner: Captioner, records: Sequence[Record]) -> Captioner
     choices = list(product(layers, OVERLAY_VIEWS))
     sums = []  # of the two measures: a row per phrase, a column per choice
     for index, geometry, maps in read_maps(captioner, records, texts):
-        for text, of_words in zip(texts[index], maps):
+        for text, (attention, relevance) in zip(texts[index], maps):
             shown = [
-                maps_to_show(*of_words, layer=layer, head=None, view=view)
+                maps_to_show(attention, relevance, layer=layer, head=None, view=view)
                 for layer, view in choices
             ]
             shown = torch.stack(shown, dim=1)  # (words, choices, gh, gw)
             for mention in text.mentions:
                 words = shown[list(mention.words)]
-                rasters = np.nan_to_num(geometry.to_image(torch.cat([words, words.mean(0)[None]])))
+                whole = _phrase_map(words, relevance[list(mention.words)])
+                rasters = np.nan_to_num(geometry.to_image(torch.cat([words, whole[None]])))
                 shares = rasters[..., _mask(mention.boxes)].sum(-1) / rasters.sum((-2, -1))
                 hits = [_is_inside(_peak(raster), mention.boxes) for raster in rasters[-1]]
                 sums.append(shares[:-1].max(0) + hits)
