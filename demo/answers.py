@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import gradio as gr
 from PIL import Image
 
-from vlattn.generation import OVERLAY_VIEWS, Caption
+from vlattn.caption import OVERLAY_VIEWS, Caption
 
 from .glow import as_gif, as_png, measure
 from .models import Model

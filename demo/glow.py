@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from vlattn.generation import Caption
+from vlattn.caption import Caption
 from vlattn.images import Geometry
 from vlattn.visualization import MIN_CONTRAST, RAMP
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from PIL import Image
 
+from vlattn.caption import Caption
 from vlattn.captioner import Captioner
-from vlattn.generation import Caption
 from vlattn.model_folder import find_model, licence_note
 
 

@@ -12,8 +12,8 @@ from html import escape
 from math import exp
 from pathlib import Path
 
+from vlattn.caption import Caption
 from vlattn.evaluation import NEVER_LAST
-from vlattn.generation import Caption
 from vlattn.metrics import tokenize
 from vlattn.visualization import RAMP
 

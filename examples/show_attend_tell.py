@@ -24,10 +24,11 @@ from tqdm import tqdm
 
 from vlattn import AdditiveAttention, Caption, Preprocess, Tokenizer, open_image, read_records
 from vlattn.attention import KeyValue
+from vlattn.caption import Word
 from vlattn.data.dataset import CaptionDataset, Example
 from vlattn.encoder import TimmEncoder, ViT
 from vlattn.evaluation import picture_batches, score_captions
-from vlattn.generation import Hypothesis, Word, beam_search
+from vlattn.generation import Hypothesis, beam_search
 from vlattn.model_folder import write_weights
 from vlattn.visualization import contact_sheet
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from vlattn import metrics
 from vlattn.attention import AdditiveAttention, ScaledDotProductAttention
+from vlattn.caption import Caption
 from vlattn.captioner import Captioner
 from vlattn.config import CaptionerConfig, TrainConfig
 from vlattn.data.records import Record, Report
-from vlattn.generation import Caption
 from vlattn.images import Preprocess, open_image
 from vlattn.tokenizer import Tokenizer
 

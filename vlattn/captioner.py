@@ -15,10 +15,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from vlattn.caption import Caption, Word, maps_to_show
 from vlattn.config import CaptionerConfig
 from vlattn.encoder import PatchFeatures
 from vlattn.files import write_aside, write_json
-from vlattn.generation import Caption, Hypothesis, Word, maps_to_show
+from vlattn.generation import Hypothesis
 from vlattn.images import Geometry, Preprocess, open_image
 from vlattn.model_folder import find_model, model_card, read_json, read_weights, write_weights
 from vlattn.network import CaptioningNetwork

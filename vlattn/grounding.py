@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from vlattn.caption import OVERLAY_VIEWS, maps_to_show
 from vlattn.captioner import Captioner
 from vlattn.data.records import Phrase, Record
 from vlattn.encoder import PatchFeatures
 from vlattn.faithfulness import hide_patches
-from vlattn.generation import OVERLAY_VIEWS, maps_to_show
 from vlattn.images import Box, Geometry, ImageError, open_image
 
 RASTER = 96

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 if TYPE_CHECKING:
-    from vlattn.generation import Caption
+    from vlattn.caption import Caption
 
 MIN_CONTRAST = 4.0
 # The ramp "inferno" of matplotlib (perceptually uniform, safe for the colour-blind), in steps of a
