@@ -24,7 +24,7 @@ def make_activation(kind: str) -> nn.Module:
 class Dropout(nn.Dropout):
     """`nn.Dropout` at a quarter of its time on a CPU: 16 random bits decide on a number.
 
-    Srivastava et al., JMLR 2014. The share that is dropped is `p` to the nearest 1/65536.
+    Srivastava et al., JMLR 2014. The share that is dropped is rounded to 1/65536.
     """
 
     def forward(self, x: Tensor) -> Tensor:
