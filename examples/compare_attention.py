@@ -25,7 +25,8 @@ from vlattn import CaptionerConfig, TrainConfig, read_records, train
 from vlattn.attention import ATTENTIONS
 from vlattn.data.dataset import CaptionDataset
 from vlattn.evaluation import score_captions, write_captions
-from vlattn.grounding import reference_texts, score_maps
+from vlattn.grounding import score_maps
+from vlattn.mentions import reference_texts
 from vlattn.page import Page
 
 SIZE, QUERIES = 64, 64

@@ -9,17 +9,13 @@ from vlattn.data.records import Phrase, Record
 from vlattn.grounding import (
     RASTER,
     THRESHOLDS,
-    Mention,
-    Pictured,
     Scores,
     choose_overlay,
-    generated_texts,
     measure_grounding,
-    read_maps,
-    reference_texts,
     score_maps,
 )
 from vlattn.images import Geometry
+from vlattn.mentions import Mention, Pictured, generated_texts, read_maps, reference_texts
 
 WHOLE = Geometry((RASTER, RASTER), (0, 0, RASTER, RASTER))
 BOXES = ((0.0, 0.0, 0.4, 0.5), (0.7, 0.25, 1.0, 1.0))
