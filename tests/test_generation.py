@@ -227,6 +227,7 @@ def test_beam_search_refuses(options, message):
         ({"top_p": math.nan}, "top_p must be above 0 and at most 1, got nan"),
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"max_len": 0}, "max_len must be at least 1, got 0"),
+        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
     ],
 )
 def test_sampling_refuses(options, message):
@@ -419,6 +420,44 @@ def test_pictures_that_are_done_are_computed_no_more(num_beams):
 
     beam_search(step, 3, max_len=4, num_beams=num_beams, **COMMON)
     assert sizes == [3, 3 * num_beams, 2 * num_beams, 2 * num_beams]
+
+
+def test_drawn_texts_that_have_ended_are_computed_no_more():
+    """All rows of a batch were computed to the end of its longest text. Picture 1's texts end at
+    once, and of the four texts of another picture those that begin with A end after it."""
+
+    def logits(picture, text):
+        if picture == 1:
+            likely = {EOS: 0.0}
+        elif text[-1:] == (A,):
+            likely = {EOS: 0.0}
+        else:
+            likely = {A: 0.0, B: 0.0}
+        return torch.tensor([likely.get(token, -1e4) for token in range(VOCAB)])
+
+    sizes, toy = [], Toy(logits, range(3))
+
+    def step(tokens, rows):
+        sizes.append(len(rows))
+        return toy(tokens, rows)
+
+    generator = torch.Generator().manual_seed(0)
+    drawn = sample(step, 3, max_len=5, num_samples=4, generator=generator, **COMMON)
+    assert [h.tokens for h in drawn[4:8]] == [[]] * 4 and all(h.finished for h in drawn[4:8])
+    sizes_wanted = [3]
+    for length in range(1, 5):  # tokens before the step
+        alive = [
+            sum(len(h.tokens) + h.finished > length for h in drawn[i : i + 4]) for i in (0, 4, 8)
+        ]
+        sizes_wanted.append(max(alive) * sum(n > 0 for n in alive))
+    assert sizes == [size for size in sizes_wanted if size]
+    assert sizes[1] == 8 > sizes[-1]
+    for hypothesis in drawn[:4] + drawn[8:]:  # B, B, ..., A
+        *before, last = hypothesis.tokens
+        assert before == [B] * len(before) and (last == A or len(before) == 4)
+        chances = len(hypothesis.tokens)
+        total = chances * math.log(0.5)
+        assert hypothesis.score == pytest.approx(total / (chances + hypothesis.finished))
 
 
 def test_rules_of_stopping_that_are_none_are_refused():

@@ -150,21 +150,24 @@ def sample(
     top_k: int | None = None,
     top_p: float | None = None,
     no_repeat_ngram: int | None = None,
+    num_samples: int = 1,
     generator: torch.Generator | None = None,
 ) -> list[Hypothesis]:
-    """Draw one text per picture, token by token.
+    """Draw texts of each picture, token by token; those of a picture stand together.
 
     Args:
         temperature: divides the logits; 0 always takes the likeliest token (greedy decoding).
         top_k: draw from the k likeliest tokens (Fan et al., ACL 2018).
         top_p: draw from the fewest likeliest tokens that together have this probability (nucleus
             sampling, Holtzman et al., ICLR 2020).
+        num_samples: texts per picture.
         generator: source of the random numbers.
 
     The others are those of `beam_search`. The score is the mean log-probability per token, under
     the model's own distribution, as that of `beam_search` with its default penalty.
     """
     _check_at_least("max_len", max_len, 1)
+    _check_at_least("num_samples", num_samples, 1)
     if no_repeat_ngram is not None:
         _check_at_least("no_repeat_ngram", no_repeat_ngram, 1)
     if not 0 <= temperature < math.inf:
@@ -174,34 +177,53 @@ def sample(
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
     banned = torch.tensor(banned, dtype=torch.long)
-    rows = torch.arange(batch_size)
-    tokens = torch.full((batch_size,), bos_id)
-    texts = torch.empty(batch_size, 0, dtype=torch.long)  # (B, t)
-    totals = torch.zeros(batch_size)
-    ended = torch.zeros(batch_size, dtype=torch.bool)
-    lengths = torch.zeros(batch_size)
-    while texts.size(1) < max_len and not ended.all():
-        logprobs = _logprobs(step(tokens, rows), banned).cpu()
-        if no_repeat_ngram is not None:  # what an ended row draws is not read
-            new = without_repeats(logprobs, texts, no_repeat_ngram)
-            logprobs = torch.where(ended[:, None], logprobs, new)
+    number = batch_size * num_samples
+    texts = torch.full((number, max_len), eos_id)
+    totals, lengths = torch.zeros(number), torch.zeros(number, dtype=torch.long)
+    live = torch.arange(number)  # texts that go on
+    rows, tokens = torch.arange(batch_size), torch.full((batch_size,), bos_id)
+    places = live // num_samples  # the row of each
+    for length in range(max_len):
+        logprobs = _logprobs(step(tokens, rows), banned).cpu()[places]  # (live, V)
+        if no_repeat_ngram is not None:
+            logprobs = without_repeats(logprobs, texts[live, :length], no_repeat_ngram)
         if temperature == 0:
             tokens = logprobs.argmax(-1)
         else:
             behind = (logprobs - logprobs.amax(-1, keepdim=True)).double()  # 0 for the likeliest
             kept = keep_likeliest(behind / temperature, top_k, top_p)
             tokens = torch.multinomial(kept.softmax(-1), 1, generator=generator).squeeze(1)
-        picked = logprobs.gather(1, tokens[:, None]).squeeze(1)
-        totals += picked.masked_fill(ended, 0.0)
-        lengths += ~ended
-        texts = torch.cat([texts, tokens[:, None]], dim=1)
-        ended = ended | (tokens == eos_id)
+        totals[live] += logprobs.gather(1, tokens[:, None]).squeeze(1)
+        lengths[live] += 1
+        texts[live, length] = tokens
+        on = tokens != eos_id
+        live, rows, tokens = live[on], places[on], tokens[on]
+        if len(live) == 0:
+            break
+        chosen, places = _as_many_of_each(live // num_samples)
+        rows, tokens = rows[chosen], tokens[chosen]
+    ended = torch.ones(number, dtype=torch.bool).index_fill(0, live, False)
+    scores = totals / lengths
     return [
-        Hypothesis(text[: int(length) - int(end)], total / max(length, 1), end)
-        for text, length, total, end in zip(
-            texts.tolist(), lengths.tolist(), totals.tolist(), ended.tolist()
+        Hypothesis(text[: length - end], score, end)
+        for text, length, score, end in zip(
+            texts.tolist(), lengths.tolist(), scores.tolist(), ended.tolist()
         )
     ]
+
+
+def _as_many_of_each(pictures: Tensor) -> tuple[Tensor, Tensor]:
+    """Texts of pictures (n,), in order, as rows with the same number for each picture.
+
+    Returns:
+        (rows,) which text a row is, a picture's first one where it has too few; and (n,) the row of
+        each text.
+    """
+    _, counts = pictures.unique_consecutive(return_counts=True)
+    slots = torch.arange(int(counts.max()))
+    real = slots < counts[:, None]  # (pictures, slots)
+    chosen = (counts.cumsum(0) - counts)[:, None] + slots * real
+    return chosen.flatten(), real.flatten().nonzero().squeeze(1)
 
 
 def _logprobs(logits: Tensor, banned: Tensor) -> Tensor:

@@ -247,7 +247,8 @@ class CaptioningNetwork(nn.Module):
             else:
                 drawn = sample(
                     step,
-                    len(features.tokens) * num_samples,
+                    len(features.tokens),
+                    num_samples=num_samples,
                     temperature=temperature,
                     top_k=top_k,
                     top_p=top_p,
