@@ -239,6 +239,21 @@ def test_logits_are_products_with_the_embeddings_or_a_head(tied):
     assert ("head.weight" in model.state_dict()) != tied
 
 
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9])
+@pytest.mark.parametrize("bias", [True, False])
+def test_logits_of_a_few_rows_are_those_of_a_whole_text(rows, bias):
+    """Without gradients the product with a large vocabulary is computed another way."""
+    model = TextDecoder(2500, dim=DIM, num_heads=2, head_bias=bias)
+    if bias:
+        torch.nn.init.normal_(model.head_bias)
+    hidden = torch.randn(rows, DIM)
+    expected = model.logits(hidden[None])[0]
+    with torch.no_grad():
+        logits = model.logits(hidden)
+    assert logits.is_contiguous()
+    torch.testing.assert_close(logits, expected)
+
+
 # Training
 
 

@@ -314,18 +314,23 @@ class TextDecoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) hidden states to (..., V)."""
         weight = (self.embed if self.head is None else self.head).weight
-        hidden = self.head_layer(hidden)
-        if _few_rows(hidden):  # up to four times faster the other way round
-            logits = (weight @ hidden.T).T.contiguous()
-            return logits if self.head_bias is None else logits + self.head_bias
-        return F.linear(hidden, weight, self.head_bias)
+        logits = _large_product(self.head_layer(hidden), weight)
+        return logits if self.head_bias is None else logits + self.head_bias
 
 
-def _few_rows(x: Tensor) -> bool:
-    """Whether a product of x (R, D) with a large matrix is slow as PyTorch does it on a CPU."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu":
-        return False
-    return x.dim() == 2 and 1 < len(x) <= 8
+def _large_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., D) times a large weight (V, D), to (..., V); see `benchmarks/captioner.py`.
+
+    While writing on a CPU x has few rows, and PyTorch's product takes up to four times as long as
+    one the other way round, or one in blocks that stay in the processor's cache.
+    """
+    writing = x.dim() == 2 and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    if not writing or x.device.type != "cpu" or x.dtype != torch.float32:
+        return F.linear(x, weight)
+    if len(x) > 8:
+        return torch.cat([F.linear(x, block) for block in weight.split(1024)], dim=1)
+    rows = x.repeat(2, 1) if len(x) == 1 else x  # two rows are faster than one
+    return (weight @ rows.T).T[: len(x)].contiguous()
 
 
 def _check_choice(name: str, value: str, choices) -> None:
