@@ -26,7 +26,6 @@ from vlattn.files import write_json
 from vlattn.grounding import grounding_line, measure_grounding
 from vlattn.images import ImageError
 from vlattn.model_folder import PACKAGED_MODEL
-from vlattn.training import train
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -176,6 +175,8 @@ def _train(config: str | None = None, **flags: Any) -> None:
     for name in ("data", "out"):
         if name not in flags:
             raise ValueError(f"--{name} must be given")
+    from vlattn.training import train  # brings accelerate and tensorboard with it
+
     sizes = {f.name: flags.pop(f.name) for f in fields(CaptionerConfig) if f.name in flags}
     train(TrainConfig(captioner=CaptionerConfig.from_dict(sizes), **flags))
     print(f"the model is in {flags['out']}")
