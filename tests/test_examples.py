@@ -94,14 +94,6 @@ def test_walkthrough(tmp_path, monkeypatch, capsys, captioner, photos):
     assert 'src="data:image/png' in html and "http" not in html
 
 
-def test_walkthrough_without_a_model_says_so(monkeypatch, capsys, photos, tmp_path):
-    photos[0].save(tmp_path / "photo.png")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    flags = ["a dog", tmp_path / "photo.png", "--model", tmp_path / "none"]
-    assert run_example("attention_walkthrough.py", flags, monkeypatch) == 0
-    assert "UNTRAINED" in capsys.readouterr().out
-
-
 def test_compare_attention(monkeypatch, capsys, few_scenes, tmp_path):
     flags = ["--steps", 2, "--seeds", 2, "--html", tmp_path / "page.html"]
     assert run_example("compare_attention.py", flags, monkeypatch) == 0
