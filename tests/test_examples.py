@@ -4,6 +4,7 @@ import itertools
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,26 @@ def test_show_attend_tell(tmp_path, monkeypatch, capsys, few_scenes):
     assert (tmp_path / "run" / "model.safetensors").is_file()
     with Image.open(tmp_path / "run" / "words.png") as sheet:
         assert sheet.width > 500
+
+
+def test_show_attend_tell_writes_a_batch_as_one_by_one():
+    """When some pictures' texts had ended, the others were given their features, or it failed."""
+    example = runpy.run_path(str(ROOT / "examples" / "show_attend_tell.py"))
+    torch.manual_seed(0)
+    encoder = example["ViT"]((32, 48), 16, dim=12, depth=1, num_heads=2)
+    model = example["ShowAttendTell"](encoder, vocab_size=11, dim=8).eval()
+    tokenizer = SimpleNamespace(bos_id=1, eos_id=2, pad_id=0)
+    with torch.no_grad():
+        for p in model.lstm.parameters():
+            p.mul_(4)  # texts that differ
+        model.out.weight.mul_(9)
+        model.out.bias[tokenizer.eos_id] += 2
+    features = 3 * torch.randn(7, 6, 12)
+    texts = example["write"](model, tokenizer, features)
+    assert len({len(text.tokens) for text in texts}) > 2
+    for text, feature in zip(texts, features):
+        (alone,) = example["write"](model, tokenizer, feature[None])
+        assert text.tokens == alone.tokens
 
 
 def test_show_attend_tell_draws_attention_to_every_patch():
