@@ -1,10 +1,8 @@
 """Additive against scaled dot-product attention: the well-known comparison, with measured cells.
 
     python examples/compare_attention.py                  # a few minutes on two CPU cores
-    python examples/compare_attention.py --seeds 5 --steps 1500 \\
-        --encoder-weights tf_efficientnet_lite0.in1k.safetensors --html comparison.html
-
-Cost, sizes, expression, and captioners that differ in their score; each part shows its docstring.
+    python examples/compare_attention.py --seeds 3 --steps 600 --html comparison.html \\
+        --encoder-weights tf_efficientnet_lite0.in1k.safetensors
 """
 
 import argparse
@@ -26,6 +24,7 @@ from vlattn import CaptionerConfig, TrainConfig, read_records, train
 from vlattn.attention import ATTENTIONS
 from vlattn.data.dataset import CaptionDataset
 from vlattn.evaluation import score_captions, write_captions
+from vlattn.features import encode_pictures
 from vlattn.grounding import reference_texts, score_maps
 from vlattn.page import Page
 
@@ -111,9 +110,9 @@ def fit(kind: type[nn.Module], task: Callable, steps: int, seed: int) -> float:
 def compare_expression(page: Page, args: argparse.Namespace) -> None:
     """For a given query, a dot-product score is a straight line over the keys, whatever the
     projections: the highest is at an outermost key, never in the middle. So it cannot attend to the
-    key nearest to a number. Additive attention, a network with a hidden layer over both, can. To
-    find the key that equals a code of 16 signs, both can. How often the right one of 8 keys is
-    weighed most, hidden size 16; the mean of the seeds, and the lowest and highest."""
+    key nearest to a number; additive attention, a network with a hidden layer over both, can. Both
+    can find the key that equals a code of 16 signs. How often the right one of 8 keys is weighed
+    most, hidden size 16; the mean of the seeds, and the lowest and highest."""
     page.section("What each can express", compare_expression.__doc__)
     rows, runs = [], range(args.seeds)
     for task in (nearest, same):
@@ -129,9 +128,9 @@ def spread(values: list[float]) -> str:
 def compare_quality(page: Page, args: argparse.Namespace) -> None:
     """Captioners of text width 64, trained on the same data with the same seeds and steps, without
     boxes. CIDEr of greedy captions; pointing: how often the point that the words of a phrase attend
-    to most lies in the phrase's box. Features of a frozen EfficientNet-Lite0 have width 1280: they
-    are brought to width 64 by a linear layer, or attended to as they are. Without its weights, the
-    encoder is a small one that learns. The mean of the seeds, and the lowest and highest."""
+    to most lies in the phrase's box, in 200 pictures. The features of a frozen EfficientNet-Lite0
+    have width 1280: attended to as they are, or brought to 64 by a linear layer. Without its
+    weights, a small encoder learns. The mean of the seeds, and the lowest and highest."""
     page.section("Quality", compare_quality.__doc__)
     records = [r for r in read_records(args.data)[0] if r.split == "test"][:500]
     encoders = {"64": {"encoder_dim": 64, "encoder_depth": 1, "memory": "plain"}}
@@ -168,9 +167,11 @@ def quality(config: CaptionerConfig, seed: int, records, args, folder: str) -> l
     with contextlib.redirect_stdout(sys.stderr):
         captioner = train(settings)
     captioner.config = replace(captioner.config, overlay_view="where")  # the weights as they are
-    max_len = captioner.config.max_len
-    data = CaptionDataset(records, captioner.tokenizer, captioner.preprocess, max_len=max_len)
+    data = CaptionDataset(records, captioner.tokenizer, captioner.preprocess, max_len=64)
+    if settings.encoder_weights:  # frozen: each picture is encoded once, for all runs
+        data.features = encode_pictures(captioner, data, settings.cache_features)
     cider = score_captions(write_captions(captioner, data, num_beams=1), records).cider
+    records = records[:200]
     maps = score_maps(captioner, records, [reference_texts(captioner, r) for r in records])
     return [100 * float(x) for x in (cider, maps.pointing.mean(), maps.center.mean())]
 
