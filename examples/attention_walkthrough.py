@@ -16,7 +16,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.cache import sizes, with_and_without
-from vlattn import Captioner, CaptionerConfig, Tokenizer, open_image
+from vlattn import Captioner, Tokenizer, open_image
 from vlattn.attention import ATTENTIONS, CrossAttention, causal_mask
 from vlattn.data.scenes import scenes
 from vlattn.decoder import rotate
@@ -70,10 +70,10 @@ def by_hand(captioner: Captioner, tokens: Tensor, memory: Tensor) -> tuple[list,
 def show_tokens(page: Page, tokenizer: Tokenizer, text: str) -> None:
     """A model reads numbers: text is cut into pieces of a fixed vocabulary, each with the space
     before it, written _ here. Byte-pair encoding (bpe) merges the commonest neighbours until the
-    vocabulary is full; unigram starts with many pieces and drops those that the text can best do
-    without; to a word vocabulary, all other words are <unk>. The built-in scenes' captions tell of
-    coloured shapes, so that other words fall to pieces. A Chinese character is three bytes in
-    UTF-8: a vocabulary that never met it takes three tokens for it, the last one here takes one."""
+    vocabulary is full; unigram starts with many pieces and drops the least useful; to a word
+    vocabulary, all other words are <unk>. The scenes' captions tell of coloured shapes: other words
+    fall to pieces. A Chinese character is three bytes in UTF-8, and three tokens to a vocabulary
+    that never met it; to the last one here, it is one."""
     page.section("From text to tokens", show_tokens.__doc__)
     captions = [caption for record in scenes("train", count=500) for caption in record.captions]
     kinds = {"the model's own": tokenizer}
@@ -82,20 +82,19 @@ def show_tokens(page: Page, tokenizer: Tokenizer, text: str) -> None:
     kinds["bpe, and Chinese"] = Tokenizer.train([*captions, *[CHINESE] * 50], vocab_size=400)
     for sentence in (text, CHINESE):
         page.text(f'"{sentence}": {len(sentence)} characters, {len(sentence.encode())} bytes')
-        found = {name: kind.pieces(kind.encode(sentence)) for name, kind in kinds.items()}
-        rows = [(name, len(pieces), pieces) for name, pieces in found.items()]
+        rows = [(n, len(p := kind.pieces(kind.encode(sentence))), p) for n, kind in kinds.items()]
         page.table(["vocabulary", "tokens", "pieces"], rows)
 
 
-def show_self_attention(page: Page, start: Tensor, steps: Steps, x: Tensor, names: list[str]):
+def show_self_attention(page: Page, start: Tensor, steps: Steps, x: Tensor, word: dict) -> None:
     """Three matrices turn each vector into a query (what do I look for?), a key (what do I offer?)
     and a value (what do I hand over?), d_k numbers in each head. S, a row's query times a column's
     key, tells how well they suit; over sqrt(d_k), it does not grow with d_k. What comes later is
     not written yet: minus infinity. The softmax makes a row positive, with sum 1: the weights of a
     sum of the values. W_o mixes the heads, and what was there is added, the residual."""
     page.section("Self-attention: a word looks at those before it", show_self_attention.__doc__)
-    size = steps.query.size(-1)
-    head = int(steps.weights[0, :, -1, :-1].amax(-1).argmax())  # the last word looks at another one
+    size, names = steps.query.size(-1), word["rows"]
+    head = int(steps.weights[0, :, -1].amax(-1).argmin())  # the last word looks at several there
     for name, m, columns, note in (
         ("X", start[0], (), f"what layer 1 reads; then head {head + 1}, d_k = {size}"),
         *((n, m[0, head], (), f"{n} = X W_{n.lower()}") for n, m in zip("QKV", steps)),
@@ -106,26 +105,30 @@ def show_self_attention(page: Page, start: Tensor, steps: Steps, x: Tensor, name
         ("[A V, ...] W_o", steps.output[0], (), "of all heads"),
         ("x + [A V, ...] W_o", x[0], (), "the residual; normed before what comes next"),
     ):
-        page.matrix(name, m, names, columns, here=len(names) - 1, note=note)
+        page.matrix(name, m, columns=columns, note=note, **word)
 
 
-def show_cross_attention(page: Page, block, between: Tensor, memory: Tensor, grid_size) -> None:
+def show_cross_attention(page: Page, block, layer, memory: Tensor, word: dict, grid_size) -> None:
     """The same, but keys and values are those of the picture's patches, and all may be looked at.
-    One score is the dot product of query and key; the additive one asks a small network,
-    v . tanh(q + k), and is bounded without a scale. Shown are the last word's weights, patch by
-    patch; those of the score that the model was not trained with mean nothing (v is random)."""
+    The score is a dot product over sqrt(d_k), or, additive, that of a small network, v . tanh(q +
+    k), bounded without a scale: both are shown for the last word, patch by patch; one that was not
+    trained means nothing (v is random). K and V: of the patch looked at most, counted by rows."""
     page.section("Cross-attention: a word looks at the picture", show_cross_attention.__doc__)
+    attn, (x, between, steps) = block.cross_attn, layer
+    head, patch = divmod(int(steps.weights[0, :, -1].argmax()), memory.size(1))
+    page.matrix("Q", steps.query[0, head], note=f"of the words; head {head + 1}", **word)
+    for name, m in zip("KV", steps[1:]):
+        page.matrix(name, m[0, head, patch, None], [f"patch {patch + 1}"], here=0)
     rows, columns = ([str(i + 1) for i in range(side)] for side in grid_size)
-    for name, kind in ATTENTIONS.items():
-        attn, own = block.cross_attn, isinstance(block.cross_attn, kind)
-        if not own:
-            attn = kind(attn.query_dim, num_heads=attn.num_heads, num_kv_heads=attn.num_kv_heads)
-            attn.load_state_dict(block.cross_attn.state_dict(), strict=False)
-        steps = attend(attn, between, memory)
-        head = int(steps.weights[0, :, -1].amax(-1).argmax())
-        note = f"% of head {head + 1}, " + ("as trained" if own else "not trained for this score")
-        grid = 100 * steps.weights[0, head, -1].unflatten(0, grid_size)
-        page.matrix(f"A, {name}", grid, rows, columns, note=note)
+    for score, kind in ATTENTIONS.items():
+        other = kind(attn.query_dim, num_heads=attn.num_heads, num_kv_heads=attn.num_kv_heads)
+        other.load_state_dict(attn.state_dict(), strict=False)
+        found = attend(other, between, memory)
+        note = score + (", as trained" if isinstance(attn, kind) else ", not trained for it")
+        for name, m in zip(("S", "A"), found[4:6]):
+            page.matrix(name, m[0, head, -1].unflatten(0, grid_size), rows, columns, note=note)
+    page.matrix("A V", steps.summed[0, head], note="as trained", **word)
+    page.matrix("x + [A V, ...] W_o", (x + steps.output)[0], note="of all heads", **word)
 
 
 def show_cache(page: Page, captioner: Captioner, tokens: Tensor, features) -> None:
@@ -167,22 +170,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     page = Page(f'Attention, step by step: "{args.text}"')
-    try:
-        captioner = Captioner.from_pretrained(args.model)
-    except ValueError as error:
-        captioner = Captioner(CaptionerConfig(), Tokenizer.train([args.text] * 2)).eval()
-        page.text(f"{error}. So the captioner here is UNTRAINED: its numbers are random.")
+    captioner = Captioner.from_pretrained(args.model)
     tokenizer, decoder = captioner.tokenizer, captioner.decoder
     page.picture(contact_sheet([captioner.explain(args.image, args.text)]), "the words' regions")
-    tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(args.text)]])
+    ids = [tokenizer.bos_id, *tokenizer.encode(args.text)]
+    tokens, word = torch.tensor([ids]), {"rows": tokenizer.pieces(ids), "here": len(ids) - 1}
     features = captioner.encode(captioner.preprocess(open_image(args.image))[0][None])
-    memory, names = captioner.memory(features), tokenizer.pieces(tokens[0].tolist())
+    memory = captioner.memory(features)
     show_tokens(page, tokenizer, args.text)
-    page.section("From tokens to vectors", "A token is a row of a table; its place adds a vector.")
-    page.matrix("embeddings", decoder.embed(tokens)[0], names, here=len(names) - 1)
+    page.section("From tokens to ids to vectors", f"Rows {ids} of a table; a place adds a vector.")
+    page.matrix("embeddings", decoder.embed(tokens)[0], **word)
     layers, logits = by_hand(captioner, tokens, memory)
-    show_self_attention(page, *layers[0][:3], names)
-    show_cross_attention(page, decoder.blocks[0], layers[0][3], memory, features.grid_size)
+    show_self_attention(page, *layers[0][:3], word)
+    show_cross_attention(page, decoder.blocks[0], layers[0][2:], memory, word, features.grid_size)
     expected, weights = captioner.decode(tokens, features, need_weights=True)
     maps = torch.stack([seen.weights for *_, seen in layers], dim=1)  # (1, L, H, T, N)
     page.section("The check", f"All {len(layers)} layers written out, and the package's own pass:")

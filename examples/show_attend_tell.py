@@ -98,10 +98,9 @@ def write(model: ShowAttendTell, tokenizer: Tokenizer, features: Tensor) -> list
     kv, state = model.begin(features)
 
     def step(tokens: Tensor, rows: Tensor) -> Tensor:
-        nonlocal state
-        state = tuple(x[rows] for x in state)
-        of_rows = KeyValue(*(x.repeat_interleave(len(rows) // len(features), 0) for x in kv))
-        logits, _, state = model.step(tokens, of_rows, state)
+        nonlocal kv, state
+        kv, state = KeyValue(*(x[rows] for x in kv)), tuple(x[rows] for x in state)
+        logits, _, state = model.step(tokens, kv, state)
         return logits
 
     ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "banned": [tokenizer.pad_id]}

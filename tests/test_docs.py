@@ -10,6 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from vlattn.cli import main
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 FILES = [path.relative_to(ROOT) for path in ROOT.glob("vlattn/**/*.py") if path.stat().st_size]
@@ -61,8 +63,30 @@ def test_reference_has_every_module_and_no_broken_link(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_have_no_broken_link(page):
-    for link in re.findall(r"\]\(([^)\s#]+)", page.read_text()):
-        assert "://" in link or (page.parent / link).exists(), link
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, place = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not place or place in headings(target), link
+
+
+def headings(page):
+    """The names by which a link reaches the headings of a page of Markdown."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_pages_take_their_flags(page, capsys):
+    text = page.read_text().replace("\\\n", " ")
+    for command, flags in re.findall(r"^vlattn (\w+)(.*)$", text, re.MULTILINE):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        known = re.findall(r"--[\w-]+", capsys.readouterr().out)
+        assert set(re.findall(r"--[\w-]+", flags)) <= set(known), command
 
 
 def test_code_in_docstrings_runs(tmp_path, monkeypatch, captioner, photos):

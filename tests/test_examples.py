@@ -4,6 +4,7 @@ import itertools
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,14 +95,6 @@ def test_walkthrough(tmp_path, monkeypatch, capsys, captioner, photos):
     assert 'src="data:image/png' in html and "http" not in html
 
 
-def test_walkthrough_without_a_model_says_so(monkeypatch, capsys, photos, tmp_path):
-    photos[0].save(tmp_path / "photo.png")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    flags = ["a dog", tmp_path / "photo.png", "--model", tmp_path / "none"]
-    assert run_example("attention_walkthrough.py", flags, monkeypatch) == 0
-    assert "UNTRAINED" in capsys.readouterr().out
-
-
 def test_compare_attention(monkeypatch, capsys, few_scenes, tmp_path):
     flags = ["--steps", 2, "--seeds", 2, "--html", tmp_path / "page.html"]
     assert run_example("compare_attention.py", flags, monkeypatch) == 0
@@ -128,6 +121,26 @@ def test_show_attend_tell(tmp_path, monkeypatch, capsys, few_scenes):
     assert (tmp_path / "run" / "model.safetensors").is_file()
     with Image.open(tmp_path / "run" / "words.png") as sheet:
         assert sheet.width > 500
+
+
+def test_show_attend_tell_writes_a_batch_as_one_by_one():
+    """When some pictures' texts had ended, the others were given their features, or it failed."""
+    example = runpy.run_path(str(ROOT / "examples" / "show_attend_tell.py"))
+    torch.manual_seed(0)
+    encoder = example["ViT"]((32, 48), 16, dim=12, depth=1, num_heads=2)
+    model = example["ShowAttendTell"](encoder, vocab_size=11, dim=8).eval()
+    tokenizer = SimpleNamespace(bos_id=1, eos_id=2, pad_id=0)
+    with torch.no_grad():
+        for p in model.lstm.parameters():
+            p.mul_(4)  # texts that differ
+        model.out.weight.mul_(9)
+        model.out.bias[tokenizer.eos_id] += 2
+    features = 3 * torch.randn(7, 6, 12)
+    texts = example["write"](model, tokenizer, features)
+    assert len({len(text.tokens) for text in texts}) > 2
+    for text, feature in zip(texts, features):
+        (alone,) = example["write"](model, tokenizer, feature[None])
+        assert text.tokens == alone.tokens
 
 
 def test_show_attend_tell_draws_attention_to_every_patch():

@@ -362,6 +362,28 @@ def test_library_is_compiled_once_for_all_processes(fresh):
     assert count.read_text() == "x\n"
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunked", "compiled", "auto"])
+def test_autocast_leaves_scores_in_float32(backend):
+    """The first use inside autocast compared the loops with products in bfloat16, and failed."""
+    tensors = inputs("chunked")
+    pull = torch.randn(B, H, T, N)
+
+    def weights_and_gradients():
+        _, weights = additive_attention(*tensors, need_weights=True, backend=backend)
+        sources = (tensors[0], tensors[1], tensors[3])
+        return weights, *torch.autograd.grad((weights * pull).sum(), sources)
+
+    wanted = weights_and_gradients()
+    compiled.library.cache_clear()
+    compiled._fastest.cache_clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = weights_and_gradients()
+    if backend == "reference":  # its gradients are products of autograd, as autocast wants them
+        found = found[:1]
+    for one, two in zip(found, wanted):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-5)
+
+
 def test_damaged_library_in_the_cache_is_built_again(fresh):
     compiled.library()
     (path,) = (fresh / "cache" / "vlattn").glob("*.so")

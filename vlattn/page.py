@@ -138,7 +138,8 @@ class Page:
 
     def save(self, path: str | Path) -> None:
         head = (
-            f'<meta charset="utf-8"><title>{escape(self.title)}</title><style>{STYLE}</style>'
+            '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+            f"<title>{escape(self.title)}</title><style>{STYLE}</style>"
             f"<h1>{escape(self.title)}</h1>"
         )
         with write_aside(Path(path)) as aside:

@@ -29,7 +29,8 @@ def additive_operator(backend: str, scores: Scores, gradients: Gradients) -> Sco
     @torch.library.custom_op(f"vlattn::additive_scores_{backend}", mutates_args=())
     def operator(query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
         dtype = score_dtype(query.dtype)
-        return scores(query.to(dtype), key.to(dtype), score_weight.to(dtype))
+        with torch.autocast(query.device.type, enabled=False):
+            return scores(query.to(dtype), key.to(dtype), score_weight.to(dtype))
 
     @operator.register_fake
     def _(query, key, score_weight):
@@ -41,7 +42,8 @@ def additive_operator(backend: str, scores: Scores, gradients: Gradients) -> Sco
         grad: Tensor, query: Tensor, key: Tensor, score_weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         inputs = (query, key, score_weight)
-        found = gradients(*(x.to(grad.dtype) for x in (grad, *inputs)))
+        with torch.autocast(query.device.type, enabled=False):
+            found = gradients(*(x.to(grad.dtype) for x in (grad, *inputs)))
         return tuple(g.to(x.dtype, copy=False) for g, x in zip(found, inputs))
 
     @backward_operator.register_fake

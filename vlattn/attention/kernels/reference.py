@@ -1,5 +1,6 @@
 """The additive score written out: the truth that the other backends are compared with."""
 
+import torch
 from torch import Tensor
 
 from vlattn.attention.kernels.operator import score_dtype
@@ -19,6 +20,7 @@ def additive_scores(query: Tensor, key: Tensor, score_weight: Tensor) -> Tensor:
     dtype = score_dtype(query.dtype)
     query, key, score_weight = query.to(dtype), key.to(dtype), score_weight.to(dtype)
     hidden = (query[:, :, :, None] + key[:, :, None]).tanh()  # (B, H, T, N, D)
-    if len(score_weight) == 1:  # one product is faster than a batch of them
-        return hidden @ score_weight[0]
-    return (hidden @ score_weight[None, :, None, :, None]).squeeze(-1)
+    with torch.autocast(query.device.type, enabled=False):
+        if len(score_weight) == 1:  # one product is faster than a batch of them
+            return hidden @ score_weight[0]
+        return (hidden @ score_weight[None, :, None, :, None]).squeeze(-1)
