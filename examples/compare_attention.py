@@ -11,7 +11,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -167,7 +166,7 @@ def quality(config: CaptionerConfig, seed: int, records, args, folder: str) -> l
     )
     with contextlib.redirect_stdout(sys.stderr):
         captioner = train(settings)
-    captioner.config = replace(captioner.config, overlay_view="where")  # the weights as they are
+    captioner.config = config  # overlays, and so pointing, of the weights as they are
     data = CaptionDataset(records, captioner.tokenizer, captioner.preprocess, max_len=64)
     if settings.encoder_weights:  # frozen: each picture is encoded once, for all runs
         data.features = encode_pictures(captioner, data, settings.cache_features)
