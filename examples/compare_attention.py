@@ -1,8 +1,8 @@
 """Additive against scaled dot-product attention: the well-known comparison, with measured cells.
 
-    python examples/compare_attention.py                  # a few minutes on two CPU cores
-    python examples/compare_attention.py --seeds 3 --steps 600 --html comparison.html \\
-        --encoder-weights tf_efficientnet_lite0.in1k.safetensors
+Minutes on two CPU cores; longer by the second line, with more seeds and features of width 1280:
+    python examples/compare_attention.py
+    python examples/compare_attention.py --seeds 3 --steps 600 --encoder-weights FILE
 """
 
 import argparse
@@ -133,11 +133,10 @@ def compare_quality(page: Page, args: argparse.Namespace) -> None:
     weights, a small encoder learns. The mean of the seeds, and the lowest and highest."""
     page.section("Quality", compare_quality.__doc__)
     records = [r for r in read_records(args.data)[0] if r.split == "test"][:500]
-    encoders = {"64": {"encoder_dim": 64, "encoder_depth": 1, "memory": "plain"}}
+    rows, encoders = [], {"64": {"encoder_dim": 64, "encoder_depth": 1, "memory": "plain"}}
     if args.encoder_weights:
         frozen = {"encoder": "timm:tf_efficientnet_lite0"}
         encoders = {"64": frozen | {"memory": "linear"}, "1280": frozen | {"memory": "plain"}}
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for width, encoder in encoders.items():
             for attention in ATTENTIONS:

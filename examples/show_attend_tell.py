@@ -42,8 +42,7 @@ class ShowAttendTell(nn.Module):
         self.narrow = nn.Linear(encoder.dim, dim)
         self.attention = AdditiveAttention(dim, project_value=False, project_out=False)
         self.start, self.gate = nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
-        self.lstm = nn.LSTMCell(2 * dim, dim)
-        self.hidden = nn.Linear(3 * dim, dim)
+        self.lstm, self.hidden = nn.LSTMCell(2 * dim, dim), nn.Linear(3 * dim, dim)
         self.embed, self.out = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size)
 
     def look(self, images: Tensor) -> Tensor:
