@@ -24,8 +24,6 @@ from accelerate.utils import (
 )
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 from vlattn.attention.functional import HAS_FAST_BF16
 from vlattn.captioner import Captioner
@@ -39,6 +37,7 @@ from vlattn.features import KeptFeatures, encode_pictures
 from vlattn.files import write_json
 from vlattn.grounding import choose_overlay
 from vlattn.run_folder import Progress, RunFolder
+from vlattn.run_log import RunLog
 from vlattn.run_report import draw_captions, draw_curves
 from vlattn.self_critical import SelfCritical
 from vlattn.steps import self_critical_step, teacher_step
@@ -86,7 +85,7 @@ def train(config: TrainConfig) -> Captioner:
     critic = SelfCritical(data, num_samples=config.scst_samples) if config.scst_steps else None
     windows = _windows(data, usable, config, accelerator, steps_per_epoch, progress.step)
     skipped = 0  # steps in a row for which float16 was too narrow
-    with closing(_Log(out, accelerator, progress.step, total_steps)) as log:
+    with closing(RunLog(out, accelerator, progress.step, total_steps)) as log:
         while progress.step < total_steps:
             window = next(windows)
             started = time.perf_counter()
@@ -145,44 +144,6 @@ def train(config: TrainConfig) -> Captioner:
         draw_curves(out)
         draw_captions(out, best, dev_records or train_records)
     return best
-
-
-class _Log:
-    """The progress bar and TensorBoard, of the first process alone."""
-
-    def __init__(self, out: Path, accelerator: Accelerator, step: int, total_steps: int):
-        quiet = not accelerator.is_main_process
-        self.bar = tqdm(
-            total=total_steps, initial=step, desc="training", unit="step", disable=quiet
-        )
-        folder = str(out / "tensorboard")
-        self.board = None if quiet else SummaryWriter(folder, purge_step=step + 1)
-
-    def step(
-        self, step: int, title: str, value: float, rate: float, window: list[Batch], seconds: float
-    ) -> None:
-        captions = sum(int(batch.packed.segments.amax(1).sum()) for batch in window)
-        self.bar.set_postfix_str(
-            f"{title} {value:.3f}, rate {rate:.1e}, {captions / seconds:.0f} captions/s",
-            refresh=False,
-        )
-        self.bar.update()
-        self.add(step, {f"train/{title}": value, "train/learning_rate": rate})
-        for reason in (reason for batch in window for reason in batch.skipped):
-            tqdm.write(f"skipped: {reason}")
-
-    def add(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items() if self.board else ():
-            self.board.add_scalar(name, value, step)
-
-    def write(self, text: str) -> None:
-        if self.board:
-            tqdm.write(text)
-
-    def close(self) -> None:
-        self.bar.close()
-        if self.board:
-            self.board.close()
 
 
 def _read(config: TrainConfig, accelerator: Accelerator) -> tuple[list[Record], list[Record]]:
@@ -380,7 +341,7 @@ def _is_time_to_evaluate(
 
 
 def _evaluate(
-    captioner: Captioner, dev: CaptionDataset, records: list[Record], log: _Log, step: int
+    captioner: Captioner, dev: CaptionDataset, records: list[Record], log: RunLog, step: int
 ) -> tuple[float, str]:
     """Of greedy captions of the dev split: CIDEr, or BLEU-4 where that is not defined; and a line.
 
