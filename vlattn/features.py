@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 from vlattn.captioner import Captioner
 from vlattn.data.dataset import CaptionDataset, Example
+from vlattn.data.shards import READERS, ShardImage
 from vlattn.evaluation import picture_batches
 from vlattn.files import write_aside, write_json
 from vlattn.images import ImageError, open_image
@@ -96,7 +98,8 @@ def encode_pictures(
         num_workers: processes that decode pictures ahead.
     """
     encoder = _encoder_digest(captioner)
-    pictures = [_picture_digest(record.image) for record in dataset.records]
+    with ThreadPoolExecutor(READERS) as pool:
+        pictures = list(pool.map(_picture_digest, [record.image for record in dataset.records]))
     keys = [
         [picture and f"{encoder}-{picture}-{view}" for view in range(dataset.views)]
         for picture in pictures
@@ -143,6 +146,8 @@ def _picture_digest(source: Any) -> str | None:
     try:
         if isinstance(source, str | os.PathLike):
             content = Path(source).read_bytes()
+        elif isinstance(source, ShardImage):
+            content = source.read()
         else:
             image = open_image(source)
             content = repr(image.size).encode() + image.tobytes()

@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 
+def cache_folder() -> Path:
+    """Where a user's programs keep what they can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlattn"
+
+
 @contextmanager
 def write_aside(path: str | os.PathLike) -> Iterator[Path]:
     """A path beside `path` to write to; flushed and renamed to `path` when all went well."""

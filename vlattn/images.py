@@ -38,6 +38,17 @@ class ImageError(ValueError):
     """A picture that cannot be used; the message is one line with its name and the reason."""
 
 
+class SourceLost(ValueError):
+    """Where pictures come from cannot be reached; the message is one line with the address.
+
+    A worker's error arrives with its traceback as the message, the last line of which is it.
+    """
+
+    def __init__(self, message: str):
+        *_, last = message.strip().splitlines()
+        super().__init__(last.removeprefix(f"{__name__}.SourceLost: "))
+
+
 def open_image(source: Any, *, max_pixels: float = 100_000_000) -> Image.Image:
     """Open a picture of any origin as an upright RGB image, fully decoded.
 
@@ -51,6 +62,7 @@ def open_image(source: Any, *, max_pixels: float = 100_000_000) -> Image.Image:
 
     Raises:
         ImageError: if the picture is missing, damaged, too large or no picture at all.
+        SourceLost: if `source` says so when it is read.
         TypeError: if `source` is none of the above.
     """
     if isinstance(source, np.ndarray | Tensor):
@@ -61,6 +73,8 @@ def open_image(source: Any, *, max_pixels: float = 100_000_000) -> Image.Image:
             return _upright_rgb(source, max_pixels)
         with _stream(source) as stream:
             return _upright_rgb(_read_header(stream), max_pixels)
+    except SourceLost:
+        raise
     except Exception as error:  # on damaged files decoders raise errors of any type
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ImageError(f"cannot read {name}: {' '.join(reason.split())}") from error

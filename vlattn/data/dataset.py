@@ -5,6 +5,7 @@ B pictures, T tokens of a row, S_h, S_w sides of the input, N patches, D width o
 
 import copy
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vlattn.data.records import Phrase, Record
+from vlattn.data.shards import READERS, ShardImage
 from vlattn.images import Box, ImageError, Preprocess, boxes_in_view, open_image, view_of
 from vlattn.network import PackedTokens
 from vlattn.tokenizer import Tokenizer
@@ -138,6 +140,13 @@ class CaptionDataset(Dataset):
             return Example(index, error, [])
         captions = [self.captions[index][k] for k in self.chosen[index]]
         return Example(index, image, captions, self._regions(index, view))
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Example]:
+        """A batch's examples; pictures in shards, often behind a network, are read together."""
+        if self.features is not None or not isinstance(self.records[0].image, ShardImage):
+            return [self[i] for i in indices]
+        with ThreadPoolExecutor(READERS) as pool:
+            return list(pool.map(self.__getitem__, indices))
 
     def pixels(self, index: int, view: int) -> Tensor:
         """(3, S_h, S_w) of a view of a picture.

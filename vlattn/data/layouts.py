@@ -23,7 +23,7 @@ from vlattn.data.readers import (
 from vlattn.data.records import DataError, Record, Report
 from vlattn.data.scenes import SPLITS as SCENES
 from vlattn.data.scenes import scenes
-from vlattn.data.shards import find_shards, read_shard, split_of
+from vlattn.data.shards import ShardImage, find_shards, read_shards, split_of
 
 
 def read_records(
@@ -41,14 +41,15 @@ def read_records(
     (and of its copies), so that pictures that are added later move no other.
 
     Args:
-        path: a folder, a table file, a pattern of tar files (see `find_shards`), or "scenes" for
-            the built-in data set.
+        path: a folder, a table file, a pattern or a URL of tar files (see `find_shards`), or
+            "scenes" for the built-in data set.
         layout: a name in `LAYOUTS`, or "auto" to look at what is there.
         image_column: column of a table that names the picture, where that is no common name.
         caption_column: column of a table that holds the caption, likewise.
 
     Raises:
         DataError: for an unknown layout, a missing path or column, or where nothing can be read.
+        SourceLost: shards of a URL cannot be reached.
     """
     if layout not in ("auto", "scenes", "webdataset", *LAYOUTS):
         valid = ", ".join(("auto", "scenes", "webdataset", *LAYOUTS))
@@ -114,8 +115,12 @@ def _webdataset(path: str | os.PathLike) -> tuple[list[Record], Report]:
     if not shards:
         raise DataError(f"there are no shards (.tar) in {str(path)!r}")
     found, skipped = [], []
-    for shard in shards:
-        found += [(split_of(shard), *sample) for sample in read_shard(shard, skipped)]
+    for shard, index in zip(shards, read_shards(shards)):
+        split = split_of(shard)
+        for name, offset, size, captions in index.samples:
+            image = ShardImage(shard, offset, size, f"{shard.name}/{name}")
+            found.append((split, image, captions))
+        skipped += [(f"{shard.name}/{name}", reason) for name, reason in index.skipped]
     if not found:
         raise DataError(f"no captioned pictures in the {len(shards):,} shards of {str(path)!r}")
     own_splits = any(split for split, _, _ in found)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vlattn.attention.kernels import chunked, reference
 from vlattn.attention.kernels.operator import Gradients, Scores, additive_operator
-from vlattn.files import write_aside
+from vlattn.files import cache_folder, write_aside
 
 SOURCE = Path(__file__).with_name("additive.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
@@ -45,13 +45,12 @@ def library() -> ctypes.CDLL:
     name = hashlib.sha256(
         "\n".join((SOURCE.read_text(), compiler, *FLAGS, _processor())).encode()
     ).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlattn"
-    path = cache / f"additive-{name}.so"
+    path = cache_folder() / f"additive-{name}.so"
     if path.is_file():
         with suppress(CompilerError):  # a damaged file is built again
             return _load(path)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with write_aside(path) as aside:
             _compile(compiler, aside)
             return _load(aside)
