@@ -75,6 +75,7 @@ def test_pictures_keep_their_captions(folder):
     [
         ("train-{000..001}.tar", ["train-000", "train-001"]),
         ("{val,train}-000.tar", ["val-000", "train-000"]),
+        ("{train-{000..001},val-000}.tar", ["train-000", "val-000", "train-001"]),
         ("train-*.tar", ["train-000", "train-001"]),
         ("val-000.tar", ["val-000"]),
         (".", ["train-000", "train-001", "val-000"]),

@@ -4,17 +4,14 @@ import json
 import multiprocessing
 import os
 import random
-import socket
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from PIL import Image
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vlattn import steps, training
 from vlattn.attention import ATTENTIONS
@@ -178,53 +175,6 @@ def nothing(*_):
 def latest_step(out):
     found = [int(p.name.removeprefix("step-")) for p in out.glob("checkpoints/step-*")]
     return max(found, default=0)
-
-
-@pytest.mark.parametrize("encoder", ["vit", "timm:test_vit"])
-def test_two_processes_learn_what_one_does(tmp_path, pictures, encoder):
-    """Uneven shares hung, and doubled pictures bent the scores (E4): 7 pictures to train on and 5
-    of the dev split, a damaged one in the second process's share, and a batch of one picture."""
-    folder = write_folder(tmp_path / "data", pictures[:12], dev=5)
-    (folder / "6.png").write_bytes(b"no picture")
-    captioner = replace(SMALL, encoder=encoder, stem=False, dropout=0.0)
-    settings = {"captioner": captioner, "epochs": 4, "scst_steps": 1, "accumulation": 2}
-    one = train(config(folder, tmp_path / "one", **settings)).state_dict()
-    both = config(folder, tmp_path / "both", **settings)
-    context = multiprocessing.get_context("spawn")
-    port = str(find_port())
-    ranks = [context.Process(target=train_as_rank, args=(rank, port, both)) for rank in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-        rank.kill()  # what hangs
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-    for name, value in Captioner.from_pretrained(tmp_path / "both").state_dict().items():
-        torch.testing.assert_close(value, one[name], atol=2e-4, rtol=0)
-    curves = [read_curves(tmp_path / name) for name in ("one", "both")]
-    assert curves[0].keys() == curves[1].keys() >= {"train/loss", "dev/cider"}
-    for tag in ("train/loss", "dev/cider", "dev/bleu_4"):
-        assert curves[0][tag] == pytest.approx(curves[1][tag], abs=1e-4)
-
-
-def find_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def train_as_rank(rank, port, train_config):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-    os.environ["OMP_NUM_THREADS"] = "1"  # or accelerate takes all cores for each
-    train_quietly(train_config, 1)
-    assert PartialState().num_processes == 2
-
-
-def read_curves(run):
-    events = EventAccumulator(str(run / "tensorboard")).Reload()
-    return {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def test_a_broken_checkpoint_gives_way_to_the_one_before(tmp_path, folder, capsys):

@@ -116,6 +116,10 @@ class DecoderBlock(nn.Module):
         thought = self.mlp(self._before(self.norm3, x))
         return self._after(self.norm3, x + self.dropout(thought)), weights, seen
 
+    def project_memory(self, memory: Tensor) -> KeyValue:
+        """The memory (B, N, memory_dim) as cross-attention reads it."""
+        return self.cross_attn.project_kv(memory)
+
     def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
         return norm(x) if self.norm_first else x
 
@@ -244,7 +248,7 @@ class TextDecoder(nn.Module):
         Args:
             cache_dtype: what the cache keeps its numbers in; see `KVCache`.
         """
-        memories = [block.cross_attn.project_kv(memory) for block in self.blocks]
+        memories = [block.project_memory(memory) for block in self.blocks]
         return KVCache(memories, dtype=cache_dtype)
 
     def forward(

@@ -184,7 +184,11 @@ class ViT(nn.Module):
         self.patch_embed = PatchEmbed(patch_size, dim, stem=stem)
         self.grid_size = tuple(side // patch_size for side in image_size)
         self.positions = PatchPositions(self.grid_size, dim, learned=positions == "learned")
-        self.registers = nn.Parameter(0.02 * torch.randn(num_registers, dim))
+        registers = 0.02 * torch.randn(num_registers, dim)
+        if num_registers:
+            self.registers = nn.Parameter(registers)
+        else:
+            self.register_buffer("registers", registers)  # nothing to learn, or to share out
         self.num_left_out = 0 if keep_registers else num_registers
         self.blocks = nn.ModuleList(
             ViTBlock(

@@ -43,7 +43,7 @@ class EncoderGraph(nn.Module):
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         memory = self.captioner.memory(self.captioner.encode(pixels))
-        kept = [block.cross_attn.project_kv(memory) for block in self.captioner.decoder.blocks]
+        kept = [block.project_memory(memory) for block in self.captioner.decoder.blocks]
         return tuple(torch.stack(x) for x in zip(*kept))
 
 

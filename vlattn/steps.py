@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from vlattn.data.dataset import Batch
+from vlattn.captioner import Captioner
+from vlattn.data.dataset import Batch, pack
 from vlattn.self_critical import SelfCritical, policy_loss
 
 
@@ -29,14 +32,12 @@ def teacher_step(
 
     The window is that of all processes together, of which each has its share.
     """
-    model.train()
     last_layer = accelerator.unwrap_model(model).config.depth - 1
     num_targets = max(1, _sum(accelerator, sum(batch.targets.numel() for batch in window)))
     total = 0.0
     for batch in window:
-        if batch.targets.numel() == 0:
-            continue
-        batch = batch.to(accelerator.device)
+        model.train(bool(batch.indices))
+        batch = _or_blank(batch, accelerator.unwrap_model(model)).to(accelerator.device)
         supervised = batch.regions is not None
         layers = [last_layer] if supervised else []
         logits, weights = model(batch.images, batch.packed, need_weights=layers)
@@ -76,21 +77,26 @@ def self_critical_step(
     optimizer: torch.optim.Optimizer,
     window: list[Batch],
     critic: SelfCritical,
+    writer: Captioner,
     generator: torch.Generator,
     *,
     clip_norm: float,
 ) -> float:
-    """Learn, with dropout, from captions that the model draws without; returns the mean reward."""
-    model.eval()
-    captioner = accelerator.unwrap_model(model)
+    """Learn, with dropout, from captions that the model draws without; returns the mean reward.
+
+    Args:
+        writer: has the weights of the model, and draws the captions.
+    """
+    writer.eval()
     drawn = [
-        critic.draw(captioner, batch.to(accelerator.device), generator)
-        for batch in window
+        critic.draw(writer, batch.to(accelerator.device), generator)
         if batch.indices
+        else (_or_blank(batch, writer), torch.empty(0), 0.0)
+        for batch in window
     ]
     num_targets = max(1, _sum(accelerator, sum(batch.targets.numel() for batch, _, _ in drawn)))
-    model.train()
     for batch, advantages, _ in drawn:
+        model.train(bool(batch.indices))
         batch = batch.to(accelerator.device)
         logits, _ = model(batch.images, batch.packed)
         loss = policy_loss(logits, batch.targets, advantages.to(accelerator.device)) / num_targets
@@ -98,7 +104,19 @@ def self_critical_step(
     if not _update(accelerator, model, optimizer, clip_norm):
         return math.nan
     rewards = _sum(accelerator, sum(reward for *_, reward in drawn))
-    return rewards / max(1, _sum(accelerator, len(drawn)))
+    return rewards / max(1, _sum(accelerator, sum(bool(batch.indices) for batch in window)))
+
+
+def _or_blank(batch: Batch, captioner: Captioner) -> Batch:
+    """The batch or, where it has no picture, a black one without a caption.
+
+    All processes have to go through the model together, and its gradients are zero.
+    """
+    if batch.indices:
+        return batch
+    packed, targets = pack([[]])
+    images = torch.zeros(1, 3, *captioner.preprocess.size)
+    return batch._replace(images=images, packed=packed, targets=targets)
 
 
 def _sum(accelerator: Accelerator, value: float) -> float:
@@ -118,13 +136,11 @@ def _update(
 
     In float16 such a step is skipped by the scaler, which then tries a smaller scale.
     """
-    if accelerator.num_processes > 1:
-        learned = [p for p in model.parameters() if p.requires_grad]
-        for p in learned:  # a process without a picture has none
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        joined = accelerator.reduce(parameters_to_vector([p.grad for p in learned]))
-        vector_to_parameters(joined, [p.grad for p in learned])
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if accelerator.num_processes > 1 and not isinstance(model, FSDPModule):  # which sums its own
+        vector_to_parameters(accelerator.reduce(parameters_to_vector(gradients)), gradients)
     norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     finite = accelerator.scaler is not None or math.isfinite(norm)
     if finite:
         optimizer.step()

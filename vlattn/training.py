@@ -4,6 +4,7 @@ B pictures, K real tokens of a batch, V vocabulary.
 """
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ from vlattn.run_folder import Progress, RunFolder
 from vlattn.run_log import RunLog
 from vlattn.run_report import draw_captions, draw_curves
 from vlattn.self_critical import SelfCritical
+from vlattn.sharding import shard, shard_optimizer
 from vlattn.steps import self_critical_step, teacher_step
 from vlattn.tokenizer import Tokenizer
 
@@ -52,14 +54,20 @@ def train(config: TrainConfig) -> Captioner:
     """Train a captioner, and leave the best one by its dev score in `config.out`.
 
     Killed at any moment, the same call with `resume="auto"` ends as if it had not been. Under
-    `accelerate launch` the processes share the pictures of each batch.
+    `accelerate launch` the processes share the pictures of each batch and, with `--use_fsdp`, the
+    weights too.
 
     Raises:
         ValueError: the data or a setting is of no use; the message says which and why.
     """
     out = Path(config.out)
     run = RunFolder(config.out, asdict(config) | {"resume": None})
+    # accelerate shards on GPUs alone, and not the average: `sharding.py` does, anywhere.
+    sharded = os.environ.pop("ACCELERATE_USE_FSDP", "").lower() == "true"
     accelerator = Accelerator(mixed_precision=_precision(config.precision))
+    sharded = sharded and accelerator.num_processes > 1
+    if sharded and accelerator.scaler is not None:
+        raise ValueError("weights that are shared out train in bf16 or fp32, not in fp16")
     resuming = run.open(resume=config.resume == "auto")
     accelerator.wait_for_everyone()  # all have looked before one writes
     set_seed(config.seed)
@@ -72,10 +80,15 @@ def train(config: TrainConfig) -> Captioner:
     usable = _usable(data)
 
     set_seed(config.seed, device_specific=True)  # the same weights, but other dropout
-    # Gradients are summed in `steps.py`: a process may be without a picture.
+    device = accelerator.device
+    captioner.to("cpu" if sharded else device)  # the shares alone go to the device
+    averaged = AveragedModel(captioner, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
+    whole = shard(device.type, captioner, averaged.module) if sharded else lambda model: model
+    if sharded:
+        accelerator.print(f"weights are shared out over {accelerator.num_processes} processes")
+    # Gradients are summed in `steps.py`, or by the shards.
     model = accelerator.prepare_model(captioner, evaluation_mode=True)
     optimizer = accelerator.prepare_optimizer(_optimizer(config, captioner))
-    averaged = AveragedModel(captioner, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
     accelerator.register_for_checkpointing(averaged)
     progress = run.restore(accelerator) if resuming else Progress()
 
@@ -106,12 +119,20 @@ def train(config: TrainConfig) -> Captioner:
             else:
                 title, rate = "reward", config.scst_rate
                 if progress.step == teacher_steps:  # go on from the averaged weights
-                    captioner.load_state_dict(averaged.module.state_dict())
+                    for p, average in zip(captioner.parameters(), averaged.module.parameters()):
+                        p.data.copy_(average)
                 averaged.multi_avg_fn = get_ema_multi_avg_fn(SCST_DECAY)
                 seed = torch.Generator().manual_seed(config.seed * 1_000_003 + progress.step)
                 _set_rate(optimizer, rate)
                 value = self_critical_step(
-                    accelerator, model, optimizer, window, critic, seed, clip_norm=config.clip_norm
+                    accelerator,
+                    model,
+                    optimizer,
+                    window,
+                    critic,
+                    whole(captioner),
+                    seed,
+                    clip_norm=config.clip_norm,
                 )
             skipped = skipped + 1 if optimizer.step_was_skipped else 0
             if not math.isfinite(value) or skipped == MOST_SKIPPED:
@@ -126,11 +147,12 @@ def train(config: TrainConfig) -> Captioner:
 
             last = progress.step == total_steps
             if last or _is_time_to_evaluate(progress.step, teacher_steps, steps_per_epoch, config):
-                score, told = _evaluate(averaged.module, dev, dev_records, log, progress.step)
+                writer = whole(averaged.module)
+                score, told = _evaluate(writer, dev, dev_records, log, progress.step)
                 if score >= progress.best:
                     progress.best = score
                     if accelerator.is_main_process:
-                        averaged.module.save_pretrained(out, scores=told)
+                        writer.save_pretrained(out, scores=told)
             if progress.step % config.checkpoint_every == 0 or last:
                 run.save(accelerator, progress)
     accelerator.wait_for_everyone()
@@ -258,7 +280,7 @@ def _optimizer(config: TrainConfig, captioner: Captioner) -> torch.optim.Optimiz
     for p in captioner.parameters():
         if p.requires_grad:
             groups.setdefault((p.dim() > 1, p in pretrained), []).append(p)
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [
             {
                 "params": params,
@@ -271,6 +293,8 @@ def _optimizer(config: TrainConfig, captioner: Captioner) -> torch.optim.Optimiz
         betas=(0.9, 0.98),
         fused=True,
     )
+    shard_optimizer(optimizer)
+    return optimizer
 
 
 def _usable(data: CaptionDataset) -> list[int]:

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -77,17 +76,17 @@ def find_shards(path: str | os.PathLike) -> list[Path | RemoteShard]:
 
 
 def _expand(pattern: str) -> list[str]:
-    """The names that a pattern with braces stands for, in order."""
-    parts = re.split(r"\{([^{}]*)\}", pattern)
-    choices = [[part] for part in parts]
-    for i in range(1, len(parts), 2):
-        first, dots, last = parts[i].partition("..")
-        if dots and first.isdigit() and last.isdigit():
-            numbers = range(int(first), int(last) + 1)
-            choices[i] = [str(number).zfill(len(first)) for number in numbers]
-        else:
-            choices[i] = parts[i].split(",")
-    return ["".join(names) for names in product(*choices)]
+    """The names that a pattern with braces stands for, in order, each once."""
+    braces = re.search(r"\{([^{}]*)\}", pattern)
+    if braces is None:
+        return [pattern]
+    first, dots, last = braces[1].partition("..")
+    if dots and first.isdigit() and last.isdigit():
+        choices = [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    else:
+        choices = braces[1].split(",")
+    before, after = pattern[: braces.start()], pattern[braces.end() :]
+    return list(dict.fromkeys(x for choice in choices for x in _expand(before + choice + after)))
 
 
 def read_shards(shards: Sequence[Path | RemoteShard]) -> list[Index]:
