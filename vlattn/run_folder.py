@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from vlattn.files import write_json
 from vlattn.tokenizer import Tokenizer
@@ -86,14 +87,19 @@ class RunFolder:
         return sorted(found, key=lambda path: -int(path.name.removeprefix("step-")))
 
     def restore(self, accelerator: Accelerator) -> Progress:
-        """Load the newest checkpoint that is whole; the start of the run where there is none."""
+        """Load the newest checkpoint that is whole; the start of the run where there is none.
+
+        That is one which all processes could load.
+        """
         for folder in self.checkpoints():
+            error = None
             try:
                 progress = Progress(**json.loads((folder / "progress.json").read_text()))
                 accelerator.load_state(str(folder))
-            except Exception as error:  # a damaged file raises anything
+            except Exception as damage:  # a damaged file raises anything
+                error = str(damage) or type(damage).__name__
                 print(f"cannot continue from {folder} ({error}): trying the one before", flush=True)
-            else:
+            if not any(gather_object([error])):
                 print(f"continuing from {folder}", flush=True)
                 return progress
         return Progress()

@@ -75,11 +75,12 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def _for_first(x: Any) -> Any:
-    """Gathered on the CPU of the first process; nothing but its shape in the others."""
+    """Gathered on the CPU of the first process; in the others memory that is never touched."""
     if not isinstance(x, DTensor):
         return x
     gathered = x.full_tensor()
-    return gathered.to("cpu" if x.device_mesh.get_rank() == 0 else "meta")
+    first = x.device_mesh.get_rank() == 0
+    return gathered.cpu() if first else torch.empty_like(gathered, device="cpu")
 
 
 def _share(x: Any, of: Tensor) -> Any:
