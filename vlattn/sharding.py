@@ -79,8 +79,8 @@ def _for_first(x: Any) -> Any:
     if not isinstance(x, DTensor):
         return x
     gathered = x.full_tensor()
-    first = x.device_mesh.get_rank() == 0
-    return gathered.cpu() if first else torch.empty_like(gathered, device="cpu")
+    held = torch.empty(gathered.shape, dtype=gathered.dtype)
+    return held.copy_(gathered) if x.device_mesh.get_rank() == 0 else held
 
 
 def _share(x: Any, of: Tensor) -> Any:
