@@ -136,9 +136,12 @@ def _update(
 
     In float16 such a step is skipped by the scaler, which then tries a smaller scale.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if accelerator.num_processes > 1 and not isinstance(model, FSDPModule):  # which sums its own
-        vector_to_parameters(accelerator.reduce(parameters_to_vector(gradients)), gradients)
+        learned = [p for p in model.parameters() if p.grad is not None]
+        for p in learned:
+            p.grad = p.grad.contiguous()  # that of a convolution may not be
+        joined = accelerator.reduce(parameters_to_vector([p.grad for p in learned]))
+        vector_to_parameters(joined, [p.grad for p in learned])
     norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     finite = accelerator.scaler is not None or math.isfinite(norm)
