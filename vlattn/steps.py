@@ -142,6 +142,7 @@ def _update(
             p.grad = p.grad.contiguous()  # that of a convolution may not be
         joined = accelerator.reduce(parameters_to_vector([p.grad for p in learned]))
         vector_to_parameters(joined, [p.grad for p in learned])
+    _average_statistics(accelerator, model)
     norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     finite = accelerator.scaler is not None or math.isfinite(norm)
@@ -149,3 +150,13 @@ def _update(
         optimizer.step()
     optimizer.zero_grad()
     return finite
+
+
+@torch.no_grad()
+def _average_statistics(accelerator: Accelerator, model: nn.Module) -> None:
+    """The running statistics of batch norms, of which each process has those of its pictures."""
+    running = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
+    if accelerator.num_processes > 1 and running:
+        joined = accelerator.reduce(parameters_to_vector(running), "mean")
+        for b, mean in zip(running, joined.split([b.numel() for b in running])):
+            b.copy_(mean.view_as(b))
