@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import zlib
 
 import numpy as np
@@ -17,6 +18,14 @@ from vlattn.captioner import Captioner
 from vlattn.config import CaptionerConfig
 from vlattn.data.scenes import scenes
 from vlattn.tokenizer import Tokenizer
+
+
+def find_port():
+    """One of 127.0.0.1 that nothing listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
 
 TINY = {
     "image_size": (64, 96),

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
-from socket import socket
 from subprocess import PIPE, Popen
 from threading import Event
 from time import monotonic, sleep
@@ -21,6 +20,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from conftest import find_port
 from PIL import Image
 
 gr = pytest.importorskip("gradio", reason="needs vlattn[demo]")
@@ -633,9 +633,7 @@ def test_a_password_is_asked_for(serve, captioner, tmp_path):
 def test_a_killed_server_starts_again_in_the_same_place(captioner, tmp_path):
     """By the command, on the same port, with the same captions, and only its uploads left."""
     captioner.save_pretrained(tmp_path / "tiny")
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_port()
     command = [sys.executable, "-c", "import sys; from vlattn.cli import main; sys.exit(main())"]
     command += ["demo", "--model", str(tmp_path / "tiny"), "--port", str(port)]
     environment = os.environ | {"GRADIO_TEMP_DIR": str(tmp_path / "uploads")}

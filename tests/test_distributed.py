@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import psutil
 import pytest
 import torch
 from accelerate import PartialState
+from conftest import find_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_training import SMALL, config, latest_step, same, train_quietly, weights, write_folder
 from torch.distributed.run import get_args_parser
@@ -49,12 +49,6 @@ def start(train_config, *, sharded=False):
     for rank in ranks:
         rank.start()
     return ranks
-
-
-def find_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def train_as_rank(rank, port, train_config, sharded):

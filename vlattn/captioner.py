@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from vlattn.caption import Caption, Word, maps_to_show
 from vlattn.config import CaptionerConfig
@@ -171,9 +170,7 @@ class Captioner(CaptioningNetwork):
         geometries: list[Geometry],
     ) -> list[Caption]:
         """One teacher-forced pass over the texts gives each word's log-probability and maps."""
-        bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
-        rows = [torch.tensor([bos, *t.tokens] + [eos] * t.finished) for t in texts]
-        tokens = pad_sequence(rows, True, self.tokenizer.pad_id)  # (R, T + 1)
+        tokens = self.pad_texts([t.tokens + [self.tokenizer.eos_id] * t.finished for t in texts])
         # Row t of what is read wrote token t + 1.
         logprobs, *read = (x.float().cpu() for x in self.read_texts(tokens, features))
         maps, raised = (

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from vlattn.captioner import Captioner
 from vlattn.data.records import Record
@@ -131,8 +130,7 @@ def _logprobs(
 ) -> Tensor:
     """(B, 1) of a word of each text with what is left of the memory (B, K, D)."""
     tokenizer, decoder = captioner.tokenizer, captioner.decoder
-    rows = [torch.tensor([tokenizer.bos_id, *text.tokens]) for text in texts]
-    tokens = pad_sequence(rows, True, tokenizer.pad_id).to(captioner.device)
+    tokens = captioner.pad_texts([text.tokens for text in texts]).to(captioner.device)
     hidden, _ = decoder(tokens[:, :-1], decoder.start(memory))
     logprobs = token_logprobs(decoder.logits(hidden), tokens[:, 1:]).cpu()  # (B, T)
     spans = [tokenizer.words(text.tokens)[i] for text, i in zip(texts, words)]

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from vlattn.captioner import Captioner
@@ -126,13 +125,13 @@ def _maps(
     captioner: Captioner, features: PatchFeatures, texts: list[Sequence[Text]]
 ) -> list[list[tuple[Tensor, Tensor]]]:
     most = max(map(len, texts))
-    tokenizer, nothing = captioner.tokenizer, Text("", [], [], ())
+    nothing = Text("", [], [], ())
     rows = [
-        torch.tensor([tokenizer.bos_id, *text.tokens, tokenizer.eos_id])
+        [*text.tokens, captioner.tokenizer.eos_id]
         for of_picture in texts
         for text in [*of_picture, *[nothing] * (most - len(of_picture))]
     ]
-    read = captioner.read_texts(pad_sequence(rows, True, tokenizer.pad_id), features)
+    read = captioner.read_texts(captioner.pad_texts(rows), features)
     both = torch.stack([read.weights, read.relevance], dim=1)
     both = both.float().cpu().permute(0, 4, 1, 2, 3, 5)  # (R, T, 2, L, H, N)
     both = both.unflatten(-1, features.grid_size).unflatten(0, (len(texts), most))

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from vlattn.config import CaptionerConfig
 from vlattn.decoder import TextDecoder
@@ -257,6 +258,11 @@ class CaptioningNetwork(nn.Module):
                 )
                 found = [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
         return [[t._replace(tokens=begin + t.tokens) for t in texts] for texts in found]
+
+    def pad_texts(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """(R, T + 1) tokens, as `read_texts` takes them, of texts without their begin token."""
+        rows = [torch.tensor([self.tokenizer.bos_id, *text]) for text in texts]
+        return pad_sequence(rows, batch_first=True, padding_value=self.tokenizer.pad_id)
 
     def read_texts(self, tokens: Tensor, features: PatchFeatures) -> ReadTexts:
         """The probability of given texts, where the model looked, and how much that helped.
