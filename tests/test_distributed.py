@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_training import SMALL, config, latest_step, same, train_quietly, weights, write_folder
 from torch.distributed.run import get_args_parser
 
+from vlattn.config import CaptionerConfig
 from vlattn.data.scenes import scenes
 from vlattn.training import train
 
@@ -77,10 +78,15 @@ def read_curves(run):
 
 
 @pytest.mark.parametrize(
-    ("encoder", "sharded", "dev"),  # with one picture of the dev split, a process has none
-    [("vit", False, 5), ("timm:test_vit", False, 1), ("vit", True, 1), ("timm:test_vit", True, 5)],
+    ("encoder", "again", "sharded", "dev"),  # with one picture of the dev split, a process has none
+    [
+        ("vit", False, False, 5),
+        ("timm:test_vit", True, False, 1),
+        ("vit", True, True, 1),
+        ("timm:test_vit", False, True, 5),
+    ],
 )
-def test_two_processes_learn_what_one_does(tmp_path, encoder, sharded, dev):
+def test_two_processes_learn_what_one_does(tmp_path, encoder, again, sharded, dev):
     """Uneven shares hung, and doubled pictures bent the scores (E4): 7 pictures to train on,
     a damaged one in the second process's share, and a batch of one picture."""
     pictures = scenes("dev", size=32, count=7 + dev)
@@ -95,6 +101,9 @@ def test_two_processes_learn_what_one_does(tmp_path, encoder, sharded, dev):
         "clip_norm": 0.1,
         "average_decay": 0.5,
     }
+    if again:
+        train(config(folder, tmp_path / "before", **settings))
+        settings |= {"init": str(tmp_path / "before"), "captioner": CaptionerConfig()}
     train(config(folder, tmp_path / "one", **settings))
     assert ends(start(config(folder, tmp_path / "both", **settings), sharded=sharded)) == [0, 0]
     one, both = weights(tmp_path / "one"), weights(tmp_path / "both")

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from vlattn.layers import Dropout
+from vlattn.layers import FEW_ROWS, Dropout, Linear, lay_out_to_write, product
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -45,3 +45,40 @@ def test_dropout_of_no_numbers_and_under_compile():
     compiled = torch.compile(Dropout(0.4), fullgraph=True, backend="aot_eager")
     y = compiled(torch.ones(64, 65))
     assert 0.3 < float((y == 0).float().mean()) < 0.5
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(2,), (3, 5), (FEW_ROWS + 1,), (0, 4), ()])
+def test_product_is_that_of_pytorch_in_either_order_of_storage(shape, bias):
+    torch.manual_seed(0)
+    linear, x = Linear(7, 11, bias=bias), torch.randn(*shape, 7)
+    expected = nn.functional.linear(x, linear.weight, linear.bias)
+    double = [None if p is None else p.double() for p in (linear.weight, linear.bias)]
+    for _ in range(2):
+        with torch.inference_mode():
+            torch.testing.assert_close(linear(x), expected)
+            in_double = product(x.double(), *double)
+        torch.testing.assert_close(in_double, nn.functional.linear(x.double(), *double))
+        lay_out_to_write(linear)
+
+
+def test_product_under_autocast_is_in_its_precision():
+    linear, x = Linear(7, 11), torch.randn(3, 7)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert linear(x).dtype == torch.bfloat16
+
+
+def test_weights_laid_out_to_write_learn_as_before():
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Embedding(13, 7), Linear(7, 11), Linear(11, 5)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    lay_out_to_write(models[1])
+    assert models[1][1].weight.stride() == (1, 11)
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        for tokens in torch.arange(12).view(4, 3):
+            model(tokens).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(models[0].parameters(), models[1].parameters()):
+        torch.testing.assert_close(one, other)

@@ -20,6 +20,7 @@ from vlattn.encoder import PatchFeatures
 from vlattn.files import write_aside, write_json
 from vlattn.generation import Hypothesis
 from vlattn.images import Geometry, Preprocess, open_image
+from vlattn.layers import lay_out_to_write
 from vlattn.model_folder import find_model, model_card, read_json, read_weights, write_weights
 from vlattn.network import CaptioningNetwork
 from vlattn.tokenizer import Tokenizer
@@ -259,6 +260,7 @@ class Captioner(CaptioningNetwork):
             captioner.preprocess = preprocess
             weights = read_weights(folder / "model.safetensors", captioner.tokenizer.digest)
             captioner.load_state_dict(weights)
+            lay_out_to_write(captioner.decoder)
         except (ValueError, TypeError, AttributeError, SafetensorError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"cannot load {source}: {reason[:300]}") from error

@@ -8,11 +8,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlattn.attention import ATTENTIONS, KeyValue, KVCache, ScaledDotProductAttention, causal_mask
-from vlattn.layers import ACTIVATIONS, NORMS, Dropout, make_activation, make_norm
+from vlattn.layers import (
+    ACTIVATIONS,
+    NORMS,
+    Dropout,
+    Linear,
+    make_activation,
+    make_norm,
+    product,
+)
 
 
 class DecoderOutput(NamedTuple):
@@ -92,7 +99,7 @@ class DecoderBlock(nn.Module):
         )
         hidden_dim = round(mlp_ratio * dim)
         self.mlp = nn.Sequential(
-            nn.Linear(dim, hidden_dim), make_activation(activation), nn.Linear(hidden_dim, dim)
+            Linear(dim, hidden_dim), make_activation(activation), Linear(hidden_dim, dim)
         )
         self.norm1, self.norm2, self.norm3 = (make_norm(norm, dim, norm_eps) for _ in range(3))
         self.dropout = Dropout(dropout)
@@ -236,9 +243,9 @@ class TextDecoder(nn.Module):
         if head_layer is not None:
             _check_choice("head_layer", head_layer, ACTIVATIONS)
             self.head_layer = nn.Sequential(
-                nn.Linear(dim, dim), make_activation(head_layer), make_norm(norm, dim, norm_eps)
+                Linear(dim, dim), make_activation(head_layer), make_norm(norm, dim, norm_eps)
             )
-        self.head = None if tie_embeddings else nn.Linear(dim, vocab_size, bias=False)
+        self.head = None if tie_embeddings else Linear(dim, vocab_size, bias=False)
         self.head_bias = nn.Parameter(torch.zeros(vocab_size)) if head_bias else None
         self.dropout = Dropout(dropout)
 
@@ -318,23 +325,8 @@ class TextDecoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) hidden states to (..., V)."""
         weight = (self.embed if self.head is None else self.head).weight
-        logits = _large_product(self.head_layer(hidden), weight)
+        logits = product(self.head_layer(hidden), weight)
         return logits if self.head_bias is None else logits + self.head_bias
-
-
-def _large_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x (..., D) times a large weight (V, D), to (..., V); see `benchmarks/captioner.py`.
-
-    While writing on a CPU x has few rows, and PyTorch's product takes up to four times as long as
-    one the other way round, or one in blocks that stay in the processor's cache.
-    """
-    writing = x.dim() == 2 and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    if not writing or x.device.type != "cpu" or x.dtype != torch.float32:
-        return F.linear(x, weight)
-    if len(x) > 8:
-        return torch.cat([F.linear(x, block) for block in weight.split(1024)], dim=1)
-    rows = x.repeat(2, 1) if len(x) == 1 else x  # two rows are faster than one
-    return (weight @ rows.T).T[: len(x)].contiguous()
 
 
 def _check_choice(name: str, value: str, choices) -> None:

@@ -1,7 +1,10 @@
-"""What encoder and decoder are built of: norms and activations by name, and dropout."""
+"""What encoder and decoder are built of: products, norms and activations by name, dropout."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+FEW_ROWS = 64
 
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 ACTIVATIONS = {
@@ -19,6 +22,40 @@ def make_norm(kind: str, dim: int, eps: float | None) -> nn.Module:
 def make_activation(kind: str) -> nn.Module:
     """A key of `ACTIVATIONS`."""
     return ACTIVATIONS[kind]()
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., D_in) times weight (D_out, D_in), plus bias (D_out,): `F.linear`.
+
+    Words are written with few rows at a time. On a CPU oneDNN's product of such is 1.2 to 4 times
+    as fast as the one that PyTorch takes, most where `lay_out_to_write` has stored the weight.
+    """
+    writing = not (
+        torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    )
+    on_cpu = x.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    full = x.dtype == weight.dtype == torch.float32
+    if writing and on_cpu and full and 0 < x.numel() <= FEW_ROWS * x.size(-1):
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` by `product`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, self.bias)
+
+
+@torch.no_grad()
+def lay_out_to_write(module: nn.Module) -> None:
+    """Store the weights of products by columns, as `product` reads them fastest.
+
+    The weights stay as they are. They may be trained in this order too.
+    """
+    for part in module.modules():
+        if isinstance(part, Linear | nn.Embedding):
+            part.weight.data = part.weight.data.t().contiguous().t()
 
 
 class Dropout(nn.Dropout):

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from vlattn.captioner import Captioner
 from vlattn.data.dataset import Batch, pack
@@ -137,11 +136,10 @@ def _update(
     In float16 such a step is skipped by the scaler, which then tries a smaller scale.
     """
     if accelerator.num_processes > 1 and not isinstance(model, FSDPModule):  # which sums its own
-        learned = [p for p in model.parameters() if p.grad is not None]
-        for p in learned:
-            p.grad = p.grad.contiguous()  # that of a convolution may not be
-        joined = accelerator.reduce(parameters_to_vector([p.grad for p in learned]))
-        vector_to_parameters(joined, [p.grad for p in learned])
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        joined = accelerator.reduce(torch.cat([grad.flatten() for grad in grads]))
+        for grad, total in zip(grads, joined.split([grad.numel() for grad in grads])):
+            grad.copy_(total.view_as(grad))  # its order in memory stays that of its weights
     _average_statistics(accelerator, model)
     norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -157,6 +155,6 @@ def _average_statistics(accelerator: Accelerator, model: nn.Module) -> None:
     """The running statistics of batch norms, of which each process has those of its pictures."""
     running = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
     if accelerator.num_processes > 1 and running:
-        joined = accelerator.reduce(parameters_to_vector(running), "mean")
+        joined = accelerator.reduce(torch.cat([b.flatten() for b in running]), "mean")
         for b, mean in zip(running, joined.split([b.numel() for b in running])):
             b.copy_(mean.view_as(b))

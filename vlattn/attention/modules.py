@@ -15,6 +15,7 @@ from vlattn.attention.functional import (
     known_finite,
     scaled_dot_product_attention,
 )
+from vlattn.layers import Linear
 
 
 class CrossAttention(nn.Module, ABC):
@@ -74,17 +75,17 @@ class CrossAttention(nn.Module, ABC):
         self.num_heads, self.num_kv_heads, self.dropout = num_heads, num_kv_heads, dropout
         self.query_dim, self.key_dim, self.value_dim = query_dim, key_dim, value_dim
         kv_dim = num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(query_dim, hidden_dim, bias=bias)
-        self.k_proj = nn.Linear(key_dim, kv_dim, bias=key_bias)
+        self.q_proj = Linear(query_dim, hidden_dim, bias=bias)
+        self.k_proj = Linear(key_dim, kv_dim, bias=key_bias)
         if project_value:
-            self.v_proj = nn.Linear(value_dim, kv_dim, bias=bias)
+            self.v_proj = Linear(value_dim, kv_dim, bias=bias)
             joined_dim = hidden_dim
         else:
             _check_divisible("value_dim", value_dim, "num_kv_heads", num_kv_heads)
             self.v_proj = nn.Identity()
             joined_dim = value_dim // num_kv_heads * num_heads
         if project_out:
-            self.out_proj = nn.Linear(joined_dim, query_dim if out_dim is None else out_dim, bias)
+            self.out_proj = Linear(joined_dim, query_dim if out_dim is None else out_dim, bias)
         else:
             if out_dim not in (None, joined_dim):
                 raise ValueError(

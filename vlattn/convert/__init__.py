@@ -45,5 +45,5 @@ def convert(source: str | Path, out: str | Path, **hub: Any) -> Captioner:
     except (ValueError, KeyError, RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"cannot convert {source}: {reason[:300]}") from error
-    captioner.eval().save_pretrained(out)
-    return captioner
+    captioner.save_pretrained(out)
+    return Captioner.from_pretrained(out)
