@@ -46,6 +46,14 @@ th { color: var(--faint); font-weight: normal; text-align: right; padding: .15re
 tr.here th:first-child { color: var(--plus); font-weight: bold }
 tr.here td { border-color: var(--ink) var(--paper) }
 img { max-width: 100% }
+@media (max-width: 40rem) {
+  body { margin: 2rem auto; padding: 0 1rem }
+  h1 { font-size: 1.7rem }
+  figure { margin-right: 0 }
+  .text:has(span) tr { display: flex; flex-wrap: wrap; border-bottom: 1px solid #ececef }
+  .text:has(span) :is(th, td) { flex: 1; border: 0 }
+  .text td:has(span) { flex: 0 0 100% }
+}
 """
 
 
