@@ -77,11 +77,12 @@ class ShowAttendTell(nn.Module):
         return self.logits(told), weights
 
 
-def collate(examples: list[Example]) -> tuple[Tensor, Tensor]:
-    """Pixels or features of the pictures that can be read, and a caption of each, padded by 0."""
-    readable = [e for e in examples if isinstance(e.image, Tensor)]
-    captions = [torch.tensor(e.captions[0]) for e in readable]
-    return torch.stack([e.image for e in readable]), pad_sequence(captions, batch_first=True)
+def collate(examples: list[Example]) -> tuple[Tensor, Tensor, Tensor]:
+    """Images that can be read, all their captions, padded by 0, and which image each is of."""
+    seen = [e for e in examples if isinstance(e.image, Tensor)]
+    captions = pad_sequence([torch.tensor(c) for e in seen for c in e.captions], batch_first=True)
+    pictures = torch.tensor([i for i, e in enumerate(seen) for _ in e.captions])
+    return torch.stack([e.image for e in seen]), captions, pictures
 
 
 def loss_of(model: ShowAttendTell, features: Tensor, captions: Tensor, pad_id: int) -> Tensor:
@@ -140,7 +141,7 @@ def main() -> None:
     parser.add_argument("--data", default="scenes", help="data set of any layout")
     parser.add_argument("--out", type=Path, default=Path("runs/sat"))
     parser.add_argument("--encoder-weights", help="of timm's tf_efficientnet_lite0: use it, frozen")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1000)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -160,21 +161,20 @@ def main() -> None:
     data = {}
     for split in ("train", "test"):
         chosen = [record for record in records if record.split == split]
-        limits = {"max_len": MAX_LEN, "captions_per_image": 1}
-        data[split] = CaptionDataset(chosen, tokenizer, preprocess, **limits)
+        data[split] = CaptionDataset(chosen, tokenizer, preprocess, max_len=MAX_LEN)
         if args.encoder_weights:
             data[split].features = features_of(encoder, data[split])
 
     # 3. The loop.
     model = ShowAttendTell(encoder, tokenizer.vocab_size)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, args.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 7e-4, args.steps, pct_start=0.1)
     batches = itertools.chain.from_iterable(
         DataLoader(data["train"].epoch(number), BATCH_SIZE, shuffle=True, collate_fn=collate)
         for number in itertools.count()
     )
-    for _, (images, captions) in zip(bar := tqdm(range(args.steps), "training"), batches):
-        loss = loss_of(model, model.look(images), captions, tokenizer.pad_id)
+    for _, (images, captions, pictures) in zip(bar := tqdm(range(args.steps), "training"), batches):
+        loss = loss_of(model, model.look(images)[pictures], captions, tokenizer.pad_id)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
