@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
+from torch._dynamo.testing import CompileCounter
 
 from vlattn.attention import ATTENTIONS, modules
 from vlattn.captioner import Captioner
@@ -138,6 +139,28 @@ def test_captioning_leaves_the_mode_alone_and_has_no_dropout(make_captioner, pho
     for one, other in zip(captioner.caption(photos, max_len=9), expected):
         same_caption(one, other)
     assert captioner.training and captioner.decoder.dropout.training
+
+
+def test_compiled_writing_is_compiled_a_few_times(make_captioner, photos):
+    """Every step was compiled anew (X3): up to 20 tokens after each of three beginnings."""
+    captioner = make_captioner()
+    features, _ = captioner.read_pictures([open_image(photo) for photo in photos[:2]])
+    steps, counter = [], CompileCounter()
+    captioner.decoder.register_forward_pre_hook(lambda *_: steps.append(1))
+
+    def write():
+        return [
+            [text.tokens for texts in found for text in texts]
+            for prompt in ("", "a", "a red circle")
+            for found in [captioner.generate(features, prompt=prompt, max_len=20, num_beams=2)]
+        ]
+
+    expected = write()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=100):
+        captioner.decoder.compile(backend=counter)
+        assert write() == expected
+    assert counter.frame_count < 12 < len(steps) / 4
 
 
 def test_sampling_has_a_seed(captioner, photos):

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 FEW_ROWS = 64
+HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 ACTIVATIONS = {
@@ -30,12 +31,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Words are written with few rows at a time. On a CPU oneDNN's product of such is 1.2 to 4 times
     as fast as the one that PyTorch takes, most where `lay_out_to_write` has stored the weight.
     """
-    writing = not (
-        torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    )
-    on_cpu = x.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    full = x.dtype == weight.dtype == torch.float32
-    if writing and on_cpu and full and 0 < x.numel() <= FEW_ROWS * x.size(-1):
+    learning = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    plain = learning or torch.compiler.is_compiling() or not HAS_ONEDNN
+    if (
+        not plain
+        and x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and 0 < x.numel() <= FEW_ROWS * x.size(-1)
+    ):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
