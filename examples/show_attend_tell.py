@@ -1,7 +1,7 @@
 """A captioner of one's own around vlattn's modules: "Show, Attend and Tell", with a plain loop.
 
     python examples/show_attend_tell.py --out runs/sat
-    python examples/show_attend_tell.py --data flickr8k --encoder-weights FILE --steps 3000
+    python examples/show_attend_tell.py --data flickr8k --encoder-weights FILE
 
 Xu et al., ICML 2015: an LSTM whose state asks the grid of the picture, by additive attention, what
 to look at for the next word; the attention to each patch, summed over the words, is drawn to 1
