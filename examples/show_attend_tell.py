@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--data", default="scenes", help="data set of any layout")
     parser.add_argument("--out", type=Path, default=Path("runs/sat"))
     parser.add_argument("--encoder-weights", help="of timm's tf_efficientnet_lite0: use it, frozen")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1500)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -158,10 +158,10 @@ def main() -> None:
         encoder = TimmEncoder("tf_efficientnet_lite0")
         encoder.load_weights(args.encoder_weights)
     preprocess = Preprocess(encoder.image_size, mean=encoder.mean, std=encoder.std)
-    data = {}
+    data, limits = {}, {"max_len": MAX_LEN, "captions_per_image": 2}
     for split in ("train", "test"):
         chosen = [record for record in records if record.split == split]
-        data[split] = CaptionDataset(chosen, tokenizer, preprocess, max_len=MAX_LEN)
+        data[split] = CaptionDataset(chosen, tokenizer, preprocess, **limits)
         if args.encoder_weights:
             data[split].features = features_of(encoder, data[split])
 
