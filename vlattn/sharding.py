@@ -44,7 +44,7 @@ def shard(device: str, *captioners: Captioner) -> Callable[[Captioner], Captione
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     for captioner in captioners:
         for p in captioner.parameters():
-            p.data = p.data.contiguous()  # timm keeps the channels of some last
+            p.data = p.data.contiguous()  # those of timm and of loaded models may not be
         blocks = captioner.decoder.blocks
         for module in (*blocks, captioner.encoder, captioner):
             fully_shard(module, mesh=mesh)

@@ -136,10 +136,7 @@ def _update(
     In float16 such a step is skipped by the scaler, which then tries a smaller scale.
     """
     if accelerator.num_processes > 1 and not isinstance(model, FSDPModule):  # which sums its own
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        joined = accelerator.reduce(torch.cat([grad.flatten() for grad in grads]))
-        for grad, total in zip(grads, joined.split([grad.numel() for grad in grads])):
-            grad.copy_(total.view_as(grad))  # its order in memory stays that of its weights
+        _reduce(accelerator, [p.grad for p in model.parameters() if p.grad is not None], "sum")
     _average_statistics(accelerator, model)
     norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -155,6 +152,11 @@ def _average_statistics(accelerator: Accelerator, model: nn.Module) -> None:
     """The running statistics of batch norms, of which each process has those of its pictures."""
     running = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
     if accelerator.num_processes > 1 and running:
-        joined = accelerator.reduce(torch.cat([b.flatten() for b in running]), "mean")
-        for b, mean in zip(running, joined.split([b.numel() for b in running])):
-            b.copy_(mean.view_as(b))
+        _reduce(accelerator, running, "mean")
+
+
+def _reduce(accelerator: Accelerator, tensors: list[Tensor], reduction: str) -> None:
+    """In place and in one go; each keeps its order in memory, which fused AdamW relies on."""
+    joined = accelerator.reduce(torch.cat([x.flatten() for x in tensors]), reduction)
+    for x, part in zip(tensors, joined.split([x.numel() for x in tensors])):
+        x.copy_(part.view_as(x))

@@ -9,6 +9,7 @@ from typing import Any
 from vlattn.captioner import Captioner
 from vlattn.convert import blip, vision_encoder_decoder
 from vlattn.convert.checkpoint import Checkpoint
+from vlattn.layers import lay_out_to_write
 
 __all__ = ["convert"]
 
@@ -45,5 +46,6 @@ def convert(source: str | Path, out: str | Path, **hub: Any) -> Captioner:
     except (ValueError, KeyError, RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"cannot convert {source}: {reason[:300]}") from error
-    captioner.save_pretrained(out)
-    return Captioner.from_pretrained(out)
+    captioner.eval().save_pretrained(out)
+    lay_out_to_write(captioner.decoder)
+    return captioner
