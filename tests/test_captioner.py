@@ -763,6 +763,7 @@ def test_a_config_is_frozen_and_goes_through_json():
         ),
         ({"dim": -8}, "dim must be above 0, got -8"),
         ({"num_registers": -1}, "num_registers must be at least 0, got -1"),
+        ({"encoder_classes": True}, "encoder_classes are those of a timm encoder, got .* 'vit'"),
         ({"overlay_layer": 2}, "overlay_layer must be from 0 to 1, got 2"),
         ({"overlay_head": -1}, "overlay_head must be from 0 to 7, got -1"),
         ({"encoder": "resnet"}, "encoder must be 'vit' or 'timm:<name>', got 'resnet'"),

@@ -350,6 +350,55 @@ def test_sizes_that_do_not_suit_a_model_are_refused(name):
     assert TimmEncoder("test_resnet", image_size=(33, 47)).grid_size == (2, 2)
 
 
+# What a timm model's own classifier sees
+
+
+@pytest.mark.parametrize("name", ["resnet18", "convnext_atto", "tf_efficientnet_lite0"])
+def test_the_picture_and_each_patch_are_classified(name, tmp_path):
+    """As the whole model classifies a picture whose map is that one patch, and the picture; the
+    probabilities come back from what stands after the features."""
+    import timm
+
+    (height, width), _, dim = MODELS[name]
+    whole = timm.create_model(name).eval()
+    save(whole, tmp_path / "model.safetensors")
+    encoder = TimmEncoder(name, image_size=(height, width), classes=True)
+    encoder.load_weights(tmp_path / "model.safetensors")
+    pixels = torch.randn(B, 3, height, width)
+    features = encoder(pixels)
+    assert features.grid_size == encoder.grid_size == (2, 3) and features.num_prefix == 1
+    assert features.tokens.shape == (B, 1 + 6, dim + 1000) and encoder.dim == dim + 1000
+    with torch.no_grad():
+        grid = whole.forward_features(pixels)
+        for picture in range(B):
+            patches = [grid[picture, :, row, column] for row in range(2) for column in range(3)]
+            for token, patch in zip(features.tokens[picture], [sum(patches) / 6, *patches]):
+                centred = patch - patch.mean()
+                expected = centred / (centred.square().mean() + 1e-5).sqrt()
+                torch.testing.assert_close(token[:dim], expected, rtol=1e-4, atol=1e-4)
+                logits = whole.forward_head(patch[None, :, None, None])[0]
+                torch.testing.assert_close(token[dim:].square() / 1000, logits.softmax(0))
+        logits = whole(pixels)
+    torch.testing.assert_close(features.tokens[:, 0, dim:].square() / 1000, logits.softmax(1))
+
+
+def test_a_classifier_that_is_sure_has_gradients():
+    """The gradient of a square root is infinite at zero, where a probability underflows."""
+    encoder = TimmEncoder("test_resnet", image_size=(32, 48), frozen=False, classes=True)
+    encoder.model.fc.weight.data *= 1e4
+    tokens = encoder(torch.randn(B, 3, 32, 48)).tokens
+    assert (tokens[..., -encoder.model.num_classes :] == 0).any()
+    tokens.square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in encoder.parameters())
+
+
+@pytest.mark.parametrize("name", ["test_vit", "swin_tiny_patch4_window7_224"])
+def test_classes_without_a_classifier_of_patches_are_refused(name):
+    message = f"convolutional network with a classifier, got timm:{name}"
+    with pytest.raises(ValueError, match=message):
+        TimmEncoder(name, classes=True)
+
+
 # timm weights from a file
 
 
@@ -381,6 +430,13 @@ def test_weights_without_a_classifier_load(tmp_path):
     assert not torch.allclose(one(pixels).tokens, other(pixels).tokens)
     other.load_weights(str(tmp_path / "model.safetensors"))
     torch.testing.assert_close(one(pixels).tokens, other(pixels).tokens)
+
+
+def test_weights_without_the_classifier_that_is_wanted_are_refused(tmp_path):
+    save(TimmEncoder("test_resnet").model, tmp_path / "model.safetensors")
+    encoder = TimmEncoder("test_resnet", classes=True)
+    with pytest.raises(ValueError, match=r"do not fit test_resnet: 2 tensors missing, 0 .*\(fc\."):
+        encoder.load_weights(tmp_path / "model.safetensors")
 
 
 def test_files_that_are_not_these_weights_are_refused(tmp_path):

@@ -285,9 +285,10 @@ def test_collapsed_captions_are_said(tmp_path, pictures, capsys):
     assert "hardly any caption tells pictures apart: 25.0% different texts" in shown.out + shown.err
 
 
-def test_kept_features_serve_other_runs(tmp_path, folder, monkeypatch):
+@pytest.mark.parametrize("name, classes", [("test_vit", False), ("test_resnet", True)])
+def test_kept_features_serve_other_runs(tmp_path, folder, monkeypatch, name, classes):
     """Views in turn, from features that a run before left; as if they had been computed anew."""
-    captioner = replace(SMALL, encoder="timm:test_vit", image_size=(32, 32))
+    captioner = replace(SMALL, encoder=f"timm:{name}", encoder_classes=classes, image_size=(32, 32))
     same_run = {"captioner": captioner, "max_steps": 9, "views": 2}
     straight = train(config(folder, tmp_path / "a", **same_run)).state_dict()
     kept = {"cache_features": str(tmp_path / "kept")}

@@ -22,6 +22,11 @@ class CaptionerConfig:
 
     encoder: str = option("vit", "'vit', our own, or 'timm:<name>', any model of timm")
     finetune_encoder: bool = option(False, "a timm encoder learns too")
+    encoder_classes: bool = option(
+        False,
+        "words also see what the classifier of a convolutional timm encoder takes the picture and "
+        "each patch for",
+    )
     image_size: tuple[int, int] | None = option(None, "of the input; the encoder's own if not set")
     resize: Literal["squeeze", "crop", "pad"] = option("squeeze", "how pictures get that size")
     patch_size: int = option(16, "side of a patch of the vit, in pixels")
@@ -76,6 +81,10 @@ class CaptionerConfig:
         for name in (*positive, "dim", "depth", "mlp_ratio", "max_len"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.encoder_classes and not self.encoder.startswith("timm:"):
+            raise ValueError(
+                f"encoder_classes are those of a timm encoder, got encoder {self.encoder!r}"
+            )
         if self.num_registers < 0:
             raise ValueError(f"num_registers must be at least 0, got {self.num_registers}")
         for name, count in (("overlay_layer", self.depth), ("overlay_head", self.num_heads)):

@@ -20,8 +20,8 @@ from vlattn.layers import Dropout, make_activation, make_norm
 class PatchFeatures(NamedTuple):
     """What an encoder returns: tokens (B, P + N, D), patches row by row, and the grid (gh, gw).
 
-    P is 0 but for an encoder that keeps its class or register tokens: words may attend to these
-    too, and no map shows them.
+    P is 0 but for an encoder that keeps its class or register tokens, or tells what the whole
+    picture is: words may attend to these too, and no map shows them.
     """
 
     tokens: Tensor
@@ -222,9 +222,13 @@ class TimmEncoder(nn.Module):
         frozen: the encoder never learns: no gradients, and always in eval mode, so that batch norm
             and dropout are still whatever `train()` is called.
         image_size: (S_h, S_w); the model's own where omitted.
+        classes: a token for the whole picture stands before the patches, and after each token's
+            features come the roots of the probabilities that the model's own classifier gives it;
+            both are scaled to a mean square of 1.
 
     Raises:
-        ValueError: timm has no such model, or `image_size` does not suit it.
+        ValueError: timm has no such model, `image_size` does not suit it, or it has no classifier
+            that a single patch can be given to.
     """
 
     def __init__(
@@ -234,14 +238,16 @@ class TimmEncoder(nn.Module):
         pretrained: bool = False,
         frozen: bool = True,
         image_size: tuple[int, int] | None = None,
+        classes: bool = False,
     ):
         import timm
 
         super().__init__()
         if not timm.is_model(name):
             raise ValueError(f"encoder 'timm:{name}' is not a model of timm {timm.__version__}")
-        self.name, self.frozen = name, frozen
-        self.model = timm.create_model(name, pretrained=pretrained, num_classes=0)
+        self.name, self.frozen, self.classes = name, frozen, classes
+        head = {} if classes else {"num_classes": 0}
+        self.model = timm.create_model(name, pretrained=pretrained, **head)
         settings = timm.data.resolve_model_data_config(self.model)
         self.mean, self.std = tuple(settings["mean"]), tuple(settings["std"])
         own_size = tuple(settings["input_size"][-2:])
@@ -272,6 +278,10 @@ class TimmEncoder(nn.Module):
         features = self.model.eval().forward_features(pixels)
         # forward_intermediates leaves out the last convolution that some networks have.
         self._convolutional = features.dim() == 4 and features.size(1) == self.model.num_features
+        if self.classes and not (self._convolutional and self.model.num_classes):
+            raise ValueError(
+                f"classes need a convolutional network with a classifier, got timm:{self.name}"
+            )
         return self(pixels)
 
     def train(self, mode: bool = True) -> "TimmEncoder":
@@ -280,7 +290,7 @@ class TimmEncoder(nn.Module):
         return self
 
     def forward(self, pixels: Tensor) -> PatchFeatures:
-        """Pixels (B, 3, S_h, S_w) to patch tokens (B, N, D)."""
+        """Pixels (B, 3, S_h, S_w) to tokens (B, P + N, D)."""
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             if self._convolutional:
@@ -289,12 +299,24 @@ class TimmEncoder(nn.Module):
                 (grid,) = self.model.forward_intermediates(
                     pixels, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True
                 )
-        return PatchFeatures(grid.flatten(2).transpose(1, 2), tuple(grid.shape[-2:]))
+            tokens = grid.flatten(2).transpose(1, 2)  # (B, N, D)
+            if self.classes:
+                tokens = self._with_classes(tokens)
+        return PatchFeatures(tokens, tuple(grid.shape[-2:]))
+
+    def _with_classes(self, tokens: Tensor) -> Tensor:
+        """The picture, as the mean of its patches, and each of these are classified."""
+        tokens = torch.cat([tokens.mean(1, keepdim=True), tokens], dim=1)  # (B, 1 + N, D)
+        maps = tokens.flatten(0, 1)[:, :, None, None]
+        logits = self.model.forward_head(maps)  # (B * (1 + N), classes)
+        roots = (logits.float().log_softmax(-1) / 2).exp() * logits.size(-1) ** 0.5
+        features = F.layer_norm(tokens, tokens.shape[-1:])
+        return torch.cat([features, roots.to(features).unflatten(0, tokens.shape[:2])], dim=-1)
 
     def load_weights(self, path: str | Path) -> None:
         """Load the encoder's weights from a safetensors file with timm's names.
 
-        A classifier's weights in it are left out.
+        A classifier's weights in it are left out where it is not wanted.
 
         Raises:
             ValueError: the file cannot be read, or does not fit this model.

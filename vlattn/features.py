@@ -1,6 +1,6 @@
 """Features of a frozen encoder: computed once for a picture and view, kept on disk, read in place.
 
-N patches, D width of the encoder.
+P tokens before the patches, N patches, D width of the encoder.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ BATCH_SIZE = 32
 
 
 class KeptFeatures:
-    """Features of a data set's pictures: `kept[index, view]` is (N, D) float16, or None.
+    """Features of a data set's pictures: `kept[index, view]` is (P + N, D) float16, or None.
 
     Args:
         folder: where they lie, in files of many; made where it does not exist.

@@ -328,6 +328,7 @@ def _make_encoder(config: CaptionerConfig, pretrained: bool) -> ViT | TimmEncode
             pretrained=pretrained,
             frozen=not config.finetune_encoder,
             image_size=config.image_size,
+            classes=config.encoder_classes,
         )
     if config.encoder != "vit":
         raise ValueError(f"encoder must be 'vit' or 'timm:<name>', got {config.encoder!r}")

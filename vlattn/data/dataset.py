@@ -1,6 +1,7 @@
 """Records to batches: the captions of a picture packed into one row beside its pixels.
 
-B pictures, T tokens of a row, S_h, S_w sides of the input, N patches, D width of the encoder.
+B pictures, T tokens of a row, S_h, S_w sides of the input, P tokens before the patches, N patches,
+D width of the encoder.
 """
 
 import copy
@@ -29,7 +30,7 @@ class Batch(NamedTuple):
 
     Args:
         indices: which of the records the rows are.
-        images: (B, 3, S_h, S_w) pixels, or (B, N, D) features of a frozen encoder.
+        images: (B, 3, S_h, S_w) pixels, or (B, P + N, D) features of a frozen encoder.
         packed: the captions, see `PackedTokens`.
         targets: (K,) the token that follows each of the K real ones in `packed`, row by row.
         regions: (K, N) share of each patch that the boxes of the target's phrase cover, or where
@@ -79,8 +80,8 @@ class CaptionDataset(Dataset):
         max_len: longest caption in tokens, begin included; longer ones are cut and not ended.
         captions_per_image: most captions of a picture per epoch; one with more takes turns.
         views: of each picture, of which every epoch takes the next; see `view_of`.
-        features: `features[index, view]` is read in place of the picture, (N, D) or None where it
-            could not be read.
+        features: `features[index, view]` is read in place of the picture, (P + N, D) or None where
+            it could not be read.
         grid_size: (gh, gw) of the regions to read, where they are wanted.
     """
 
