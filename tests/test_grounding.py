@@ -28,26 +28,19 @@ def one_hot(row, column, gh=4, gw=6):
 
 
 def score(shown, mention):
-    """Of a phrase whose words are alike in relevance."""
-    words = shown[list(mention.words)]
-    return grounding._score(words, torch.ones(len(words), 2, 3, 4, 6), mention, WHOLE)
+    return grounding._score(shown[list(mention.words)], mention, WHOLE)
 
 
-@pytest.mark.parametrize("relevance", [(3.0, 1.0), (0.0, 0.0)])
-def test_scores_equal_loops_over_the_pixels(relevance):
+def test_scores_equal_loops_over_the_pixels():
     torch.manual_seed(0)
     shown = torch.rand(3, 4, 6)
     shown /= shown.sum((1, 2), keepdim=True)
-    first, last = (0.75, 0.25) if any(relevance) else (0.5, 0.5)
-    best, area, correctness, uniform, pointing, center, iou, rank = grounding._score(
-        shown[[0, 2]],
-        torch.tensor(relevance)[:, None, None, None, None].expand(2, 2, 5, 4, 6),
-        Mention("x", (0, 2), BOXES),
-        WHOLE,
+    best, area, correctness, uniform, pointing, center, iou, rank = score(
+        shown, Mention("x", (0, 2), BOXES)
     )
     inside, mass, total = [], {0: 0.0, 2: 0.0}, {0: 0.0, 2: 0.0}
     rasters = {word: WHOLE.to_image(shown[word]) for word in (0, 2)}
-    whole = first * shown[0] + last * shown[2]
+    whole = (shown[0] * shown[2] ** 2) ** (1 / 3)
     phrase = WHOLE.to_image(whole)
     ranks, order = [], sorted(whole.flatten().tolist(), reverse=True)
     for y in range(RASTER):
@@ -84,6 +77,18 @@ def test_one_patch_is_a_hit_or_a_miss(row, column, hit):
     assert (rank < 0.5) == bool(hit)
 
 
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_the_last_word_of_a_phrase_outweighs_each_before_it(before):
+    """ "a small cross": the article looks around, the noun knows, and no word has a veto."""
+    here, there = one_hot(0, 0), one_hot(3, 5)
+    words = torch.stack(
+        [there] * (before > 0) + [torch.full((4, 6), 1 / 24)] * (before > 1) + [here]
+    )
+    mention = Mention("x", tuple(range(len(words))), ((0.0, 0.0, 0.17, 0.25),))
+    assert score(words, mention)[4] == 1
+    assert score(words.flip(0), mention)[4] == (before == 0)
+
+
 def test_the_uniform_map_scores_as_the_uniform_map_and_points_to_the_centre():
     even = torch.full((1, 4, 6), 1 / 24)
     for boxes, center in ((BOXES, 0.0), (((0.25, 0.25, 0.75, 0.9),), 1.0)):
@@ -97,9 +102,8 @@ def test_a_map_of_a_crop_is_measured_where_the_crop_is():
     """The right half alone was seen: its first patch lies in the middle of the picture."""
     right = Geometry((RASTER, RASTER), (RASTER / 2, 0, RASTER, RASTER))
     boxes = ((0.0, 0.0, 0.5, 1.0), (0.5, 0.0, 0.75, 0.5))
-    words, relevance = one_hot(0, 0, 2, 2)[None], torch.ones(1, 3, 5, 2, 2)
     _, _, correctness, uniform, pointing, *_, rank = grounding._score(
-        words, relevance, Mention("x", (0,), boxes), right
+        one_hot(0, 0, 2, 2)[None], Mention("x", (0,), boxes), right
     )
     assert pointing == 1 and rank == 0 and uniform == pytest.approx(0.25)
     assert correctness > 0.6

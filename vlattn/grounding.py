@@ -22,6 +22,7 @@ from vlattn.mentions import Mention, Text, generated_texts, read_maps, reference
 RASTER = 96
 THRESHOLDS = tuple(k / 20 for k in range(1, 20))  # of a map's peak, for IoU
 LARGE = 0.05  # share of the picture: boxes that are easier to hit
+LEAST = 1e-4  # of a word's attention, so that one that looks elsewhere has no veto
 CHOSEN_ON = 200  # pictures of the dev split
 
 
@@ -38,8 +39,8 @@ class Scores(NamedTuple):
         uniform: the same of the uniform map.
         pointing: whether the highest pixel of the phrase's map is in a box (Akbari et al.,
             "Multi-level Multimodal Common Semantic Space for Image-Phrase Grounding", CVPR 2019).
-            That map is the mean over the phrase's words, each weighed by its relevance: an "a" that
-            needed no picture counts little.
+            That map is the product of its words', a later word counting more: the further the
+            phrase has been written, the better it is known what it names.
         center: the same of the picture's centre.
         iou: of the boxes and the map above a threshold, a share of its peak.
         rank: mean rank of the boxes' patches, 0 the hottest and 1 the coldest; 0.5 by chance.
@@ -108,7 +109,7 @@ def score_maps(
             shown = captioner.maps_to_show(attention, relevance)
             for mention in text.mentions:
                 words = list(mention.words)
-                best, *values = _score(shown[words], relevance[words], mention, geometry)
+                best, *values = _score(shown[words], mention, geometry)
                 place = (index, text.text, best)
                 rows.append((mention.kind, place, mention.boxes, *values))
     if not rows:
@@ -117,21 +118,20 @@ def score_maps(
     return Scores(list(kinds), list(places), list(boxes), *map(np.array, columns))
 
 
-def _phrase_map(words: Tensor, relevance: Tensor) -> Tensor:
-    """The mean of maps (words, ..., gh, gw), each weighed by its sum of relevance."""
-    weights = relevance.flatten(1).sum(1)
-    weights = weights if weights.any() else torch.ones_like(weights)
-    return (words.movedim(0, -1) @ (weights / weights.sum())).contiguous()
+def _phrase_map(words: Tensor) -> Tensor:
+    """The geometric mean of maps (words, ..., gh, gw), the n-th of which counts n times."""
+    counts = torch.arange(1.0, len(words) + 1)
+    logs = words.clamp(min=LEAST).log().movedim(0, -1)
+    return (logs @ (counts / counts.sum())).exp()
 
 
-def _score(words: Tensor, relevance: Tensor, mention: Mention, geometry: Geometry) -> tuple:
+def _score(words: Tensor, mention: Mention, geometry: Geometry) -> tuple:
     """The best word of a phrase, and the values of `Scores` from `area` on.
 
     Args:
         words: (words, gh, gw) what is shown of the phrase's words.
-        relevance: (words, L, H, gh, gw).
     """
-    whole = _phrase_map(words, relevance)
+    whole = _phrase_map(words)
     rasters = geometry.to_image(torch.cat([words, whole[None]]))  # (words + 1, R, R)
     seen = ~np.isnan(rasters[0])
     rasters[:, ~seen] = 0
@@ -260,7 +260,7 @@ def choose_overlay(captioner: Captioner, records: Sequence[Record]) -> Captioner
             shown = torch.stack(shown, dim=1)  # (words, choices, gh, gw)
             for mention in text.mentions:
                 words = shown[list(mention.words)]
-                whole = _phrase_map(words, relevance[list(mention.words)])
+                whole = _phrase_map(words)
                 rasters = np.nan_to_num(geometry.to_image(torch.cat([words, whole[None]])))
                 shares = rasters[..., _mask(mention.boxes)].sum(-1) / rasters.sum((-2, -1))
                 hits = [_is_inside(_peak(raster), mention.boxes) for raster in rasters[-1]]
