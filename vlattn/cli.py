@@ -245,6 +245,8 @@ def _evaluate(
     scores = score_captions(written, chosen)
     print(f"{split}, {len(written):,} images: {scores}")
     print(Habits.of(written))
+    if out:
+        write_results(Path(out), written, scores)
     results = {"captions": _caption_values(scores, len(written))}
     grounded = None
     if grounding is not None:
@@ -254,9 +256,7 @@ def _evaluate(
             if how in results["grounding"]:
                 print(f"{how}: {grounding_line(results['grounding'][how])}")
     if out:
-        folder = Path(out)
-        write_results(folder, written, scores)
-        page = folder / "report.html"
+        page = Path(out) / "report.html"
         write_report(page, captioner, chosen, results, written, scores, grounded)
     if report:
         write_json(Path(report), results)
