@@ -25,15 +25,22 @@ def test_the_whole_memory_in_any_order_gives_the_words_own_probability(captioner
     torch.testing.assert_close(found.squeeze(1), torch.tensor(expected), atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_hidden_and_shown_is_the_hottest_of_the_map(captioner, pictures, monkeypatch):
-    """The memory is replaced by the numbers of its patches, and what is left of it is kept."""
+@pytest.mark.parametrize("prefix", [0, 3])
+def test_what_is_hidden_and_shown_is_the_hottest_of_the_map(
+    make_captioner, pictures, monkeypatch, prefix
+):
+    """The memory is replaced by the numbers of its patches, and what is left of it is kept. Tokens
+    before the patches, below zero here, were counted as patches: their neighbours were hidden."""
+    captioner = make_captioner(num_registers=prefix, keep_registers=True)
     left = []
 
     def logprobs(captioner, memory, texts, words):
-        left.append(memory[:, :, 0].long().tolist())
+        rows = memory[:, :, 0].long()
+        assert (rows[:, :prefix] < 0).all() and (rows[:, prefix:] >= 0).all()
+        left.append(rows[:, prefix:].tolist())
         return torch.zeros(len(memory), 1)
 
-    numbers = torch.arange(24.0)[None, :, None].expand(3, -1, 5)
+    numbers = torch.arange(-prefix, 24.0)[None, :, None].expand(3, -1, 5)
     monkeypatch.setattr(captioner, "memory", lambda features: numbers)
     monkeypatch.setattr(faithfulness, "_logprobs", logprobs)
     explained, explain = [], captioner.explain_texts

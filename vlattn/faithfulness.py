@@ -113,6 +113,7 @@ def _curves(
     hottest = maps.argsort(descending=True, dim=1)  # (B, N)
     shuffled = torch.rand(maps.shape, generator=generator).argsort(dim=1)
     memory = captioner.memory(features)
+    prefix, patches = memory[:, : features.num_prefix], memory[:, features.num_prefix :]
     whole = torch.tensor([c.words[i].logprob for c, i in zip(explained, words)])[:, None]
     columns = [whole]
     for share in SHARES:
@@ -121,7 +122,8 @@ def _curves(
         shown = [order[:, :count] for order in (hottest, shuffled)]
         for left in (*kept, *shown):
             index = left[:, :, None].expand(-1, -1, memory.size(2)).to(memory.device)
-            columns.append(_logprobs(captioner, memory.gather(1, index), texts, words))
+            seen = torch.cat([prefix, patches.gather(1, index)], dim=1)
+            columns.append(_logprobs(captioner, seen, texts, words))
     return torch.cat(columns, dim=1)
 
 
