@@ -96,6 +96,54 @@ def test_written_scores_are_those_of_teacher_forcing(captioner, photos, num_beam
     assert len({tuple(best.tokens) for (best,) in found}) == 3
 
 
+def test_captioners_that_write_together_average_their_log_probabilities(make_captioner, photos):
+    others = [make_captioner("additive"), make_captioner(depth=3, num_heads=4, max_len=30)]
+    captioner = make_captioner()
+    features = encoded(captioner, photos)
+    writers, tokenizer = [captioner, *others], captioner.tokenizer
+    found = captioner.generate(features, ensemble=others, prompt="a", num_beams=1, max_len=12)
+    for picture, (best,) in enumerate(found):
+        alone = features._replace(tokens=features.tokens[picture : picture + 1])
+        text = [tokenizer.bos_id, *best.tokens, *[tokenizer.eos_id] * best.finished]
+        with torch.no_grad():
+            read = [w.decode(torch.tensor([text[:-1]]), alone).logits[0] for w in writers]
+        together = sum(logits.log_softmax(-1) for logits in read) / 3
+        logprobs = together.log_softmax(-1)
+        written = range(1, len(text) - 1)  # after the prompt
+        total = sum(float(logprobs[i, text[i + 1]]) for i in written)
+        assert best.score == pytest.approx(total / len(written), abs=1e-4)
+        logprobs[:, control_ids(tokenizer)] = -torch.inf
+        assert logprobs.argmax(-1).tolist()[1:] == text[2:]
+    alone = [w.generate(features, prompt="a", num_beams=1, max_len=12) for w in writers]
+    assert found not in alone
+
+
+def test_maps_of_captioners_that_write_together_are_those_of_the_first(make_captioner, photos):
+    captioner, other = make_captioner(), make_captioner("additive")
+    other.train()
+    caption = captioner.caption(photos, ensemble=[other], num_beams=3, max_len=12)[1]
+    assert other.training
+    explained = captioner.explain(photos[1], caption.text)
+    assert caption.finished and caption.text != captioner.caption(photos, max_len=12)[1].text
+    torch.testing.assert_close(caption.attention, explained.attention)
+    expected = [word.logprob for word in explained.words]
+    assert [word.logprob for word in caption.words] == pytest.approx(expected, abs=1e-4)
+
+
+def test_captioners_that_cannot_write_together(make_captioner, records, photos):
+    captioner = make_captioner()
+    captions = [caption for record in records for caption in record.captions]
+    larger = Tokenizer.train([*captions, "an aardvark"], kind="word", min_frequency=1)
+    others = [make_captioner(tokenizer=larger), make_captioner(resize="pad"), make_captioner()]
+    with torch.no_grad():
+        next(others[-1].encoder.parameters()).add_(0.01)
+    for other, what in zip(others, ("vocabulary", "encoder", "encoder")):
+        with pytest.raises(ValueError, match=f"write together must have the same {what}"):
+            captioner.caption(photos, ensemble=[other])
+    with pytest.raises(ValueError, match="fewer than max_len=4 tokens, got 5"):
+        captioner.caption(photos, ensemble=[make_captioner(max_len=4)], prompt="a b c d e")
+
+
 def test_a_wider_beam_differs_from_greedy(captioner, photos):
     """The tests of beams would show nothing if all of them found the greedy text."""
     greedy = captioner.caption(photos, num_beams=1, max_len=12)

@@ -90,6 +90,21 @@ def test_caption_prints_json_with_every_script_as_written(model, pictures, make_
     assert len(out.splitlines()) == 3
 
 
+def test_models_that_write_together(model, pictures, dataset, make_captioner, capsys, tmp_path):
+    captioner, other = make_captioner(), make_captioner("additive")
+    other.save_pretrained(tmp_path / "other")
+    models = ("--model", model, "--model", tmp_path / "other")
+    captions = captioner.caption(pictures, ensemble=[other])
+    expected = [f"{path}: {caption.text}" for path, caption in zip(pictures, captions)]
+    assert run(capsys, "caption", *models, *pictures).splitlines() == expected
+    run(capsys, "evaluate", *models, "--data", dataset, "--out", tmp_path / "results")
+    written = json.loads((tmp_path / "results" / "captions.json").read_text())
+    paths = [next(Path(dataset).rglob(result["image_id"])) for result in written]
+    assert [r["caption"] for r in written] == [
+        caption.text for caption in captioner.caption(paths, ensemble=[other])
+    ]
+
+
 def test_caption_writes_an_overlay_per_word(model, pictures, photos, capsys, tmp_path):
     folder = tmp_path / "new" / "overlays"
     options = ("--json", "--max-len", 6, "--overlay", folder)
@@ -164,7 +179,7 @@ def test_evaluate_of_perfect_captions(model, dataset, capsys, tmp_path, monkeypa
     """Captions and references of two pictures were mixed up: a perfect captioner scores 1."""
 
     def write(captioner, data, **generation):
-        defaults = {"num_beams": 3, "max_len": 30, "length_penalty": 1.0}
+        defaults = {"ensemble": [], "num_beams": 3, "max_len": 30, "length_penalty": 1.0}
         assert generation == defaults | {"no_repeat_ngram": None}
         return {record.name: record.captions[0] for record in data.records}
 

@@ -48,6 +48,7 @@ class Captioner(CaptioningNetwork):
         self,
         images: Sequence[Any],
         *,
+        ensemble: Sequence["Captioner"] = (),
         prompt: str = "",
         num_beams: int = 3,
         max_len: int = 30,
@@ -64,6 +65,8 @@ class Captioner(CaptioningNetwork):
 
         Args:
             images: paths, bytes, PIL images, arrays or tensors; see `open_image`.
+            ensemble: captioners that write with this one, whose own the maps and the words'
+                probabilities are; see `generate`.
             seed: of the sampling; the global random numbers where omitted.
             batch_size: pictures at a time.
 
@@ -78,6 +81,7 @@ class Captioner(CaptioningNetwork):
             features, geometries = self.read_pictures(pictures)
             found = self.generate(
                 features,
+                ensemble=ensemble,
                 prompt=prompt,
                 num_beams=num_beams,
                 max_len=max_len,

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("evaluate", help="score a captioner on a data set")
     command.set_defaults(run=_evaluate)
-    _add_model(command)
+    _add_models(command)
     command.add_argument("--data", required=True, help="data set: a folder, a table, or 'scenes'")
     command.add_argument("--layout", default="auto", help="its layout; found by looking")
     command.add_argument("--image-column", help="column of a table that names the picture")
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("caption", help="caption pictures")
     command.set_defaults(run=_caption)
-    _add_model(command)
+    _add_models(command)
     command.add_argument("images", nargs="+", metavar="IMAGE")
     command.add_argument("--overlay", metavar="DIR", help="write a picture of each word's map")
     command.add_argument(
@@ -123,14 +123,21 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("export", help="write a captioner as ONNX graphs")
     command.set_defaults(run=_export)
-    _add_model(command)
+    command.add_argument("--model", required=True, metavar="FOLDER", help="model folder or hub id")
     command.add_argument("out", metavar="OUT", help="folder of the graphs")
     command.add_argument("--int8", action="store_true", help="weights in a byte each")
     return parser
 
 
-def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", required=True, metavar="FOLDER", help="model folder or hub id")
+def _add_models(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--model",
+        dest="models",
+        action="append",
+        required=True,
+        metavar="FOLDER",
+        help="model folder or hub id; more than one write together, and the maps are the first's",
+    )
 
 
 def _add_generation(command: argparse.ArgumentParser) -> None:
@@ -214,7 +221,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _evaluate(
-    model: str,
+    models: list[str],
     data: str,
     layout: str,
     image_column: str | None,
@@ -225,7 +232,7 @@ def _evaluate(
     out: str | None,
     **generation: Any,
 ) -> None:
-    captioner = Captioner.from_pretrained(model)
+    captioner, *ensemble = map(Captioner.from_pretrained, models)
     records, found = read_records(
         data, layout, image_column=image_column, caption_column=caption_column
     )
@@ -239,7 +246,7 @@ def _evaluate(
     dataset = CaptionDataset(
         chosen, captioner.tokenizer, captioner.preprocess, max_len=captioner.config.max_len
     )
-    written = write_captions(captioner, dataset, **generation)
+    written = write_captions(captioner, dataset, ensemble=ensemble, **generation)
     if not written:
         raise DataError(f"none of the pictures of split {split!r} could be read")
     scores = score_captions(written, chosen)
@@ -272,14 +279,14 @@ def _caption_values(scores: metrics.Scores, images: int) -> dict[str, Any]:
 
 
 def _caption(
-    model: str, images: list[str], overlay: str | None, as_json: bool, **generation: Any
+    models: list[str], images: list[str], overlay: str | None, as_json: bool, **generation: Any
 ) -> int:
-    captioner = Captioner.from_pretrained(model)
+    captioner, *ensemble = map(Captioner.from_pretrained, models)
     failed = False
     stems = Counter()
     for image in images:
         try:
-            (caption,) = captioner.caption([image], **generation)
+            (caption,) = captioner.caption([image], ensemble=ensemble, **generation)
         except ImageError as error:
             print(f"vlattn: {error}", file=sys.stderr)
             failed = True

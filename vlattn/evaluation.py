@@ -27,6 +27,7 @@ def write_captions(
     captioner: Captioner,
     dataset: CaptionDataset,
     *,
+    ensemble: Sequence[Captioner] = (),
     num_beams: int = 3,
     max_len: int = 30,
     length_penalty: float = 1.0,
@@ -37,7 +38,7 @@ def write_captions(
 
     Args:
         dataset: what to write about; its captions are not looked at.
-        num_beams, max_len, length_penalty, no_repeat_ngram: see `Captioner.generate`.
+        ensemble, num_beams, max_len, length_penalty, no_repeat_ngram: see `Captioner.generate`.
         num_workers: processes that decode pictures ahead.
     """
     written = {}
@@ -45,6 +46,7 @@ def write_captions(
         features = captioner.features(batch.images.to(captioner.device))
         found = captioner.generate(
             features,
+            ensemble=ensemble,
             num_beams=num_beams,
             max_len=max_len,
             length_penalty=length_penalty,

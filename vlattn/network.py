@@ -5,7 +5,7 @@ them, D width, V vocabulary, L layers, H heads.
 """
 
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Literal, NamedTuple
 
 import torch
@@ -179,6 +179,7 @@ class CaptioningNetwork(nn.Module):
         self,
         features: PatchFeatures,
         *,
+        ensemble: Sequence["CaptioningNetwork"] = (),
         prompt: str = "",
         num_beams: int = 3,
         max_len: int = 30,
@@ -196,6 +197,8 @@ class CaptioningNetwork(nn.Module):
         """Write texts about encoded pictures: beam search, or sampling where `temperature` is set.
 
         Args:
+            ensemble: captioners with the same encoder and vocabulary that write with this one: each
+                word by the mean of their log-probabilities and its own.
             prompt: what every text begins with; the scores are of what is written after it.
             max_len: most tokens that are written; at most what the decoder's positions allow.
             num_return: texts per picture of beam search, at most `num_beams`.
@@ -210,21 +213,30 @@ class CaptioningNetwork(nn.Module):
         if temperature is None and (top_k is not None or top_p is not None):
             raise ValueError("top_k and top_p are for sampling: set temperature too")
         tokenizer = self.tokenizer
+        for other in ensemble:
+            self._check_reads_the_same(other)
+        writers = [self, *ensemble]
         begin = tokenizer.encode(prompt)
-        room = self.config.max_len - len(begin)
+        longest = min(writer.config.max_len for writer in writers)
+        room = longest - len(begin)
         if room < 1:
             raise ValueError(
-                f"prompt must have fewer than max_len={self.config.max_len} tokens, "
-                f"got {len(begin)}"
+                f"prompt must have fewer than max_len={longest} tokens, got {len(begin)}"
             )
 
         def step(tokens: Tensor, rows: Tensor) -> Tensor:
-            cache.reorder(rows)
             tokens = tokens[:, None]
-            if len(cache) == 0:
+            if len(caches[0]) == 0:
                 tokens = torch.cat([tokens, torch.tensor(begin).long().expand(len(rows), -1)], 1)
-            hidden, _ = self.decoder(tokens.to(self.device), cache)
-            return self.decoder.logits(hidden[:, -1])
+            tokens = tokens.to(self.device)
+            logits = []
+            for writer, cache in zip(writers, caches):
+                cache.reorder(rows)
+                hidden, _ = writer.decoder(tokens, cache)
+                logits.append(writer.decoder.logits(hidden[:, -1]))
+            if len(logits) == 1:
+                return logits[0]
+            return torch.stack(logits).float().log_softmax(-1).mean(0)
 
         common = {
             "bos_id": tokenizer.bos_id,
@@ -233,8 +245,13 @@ class CaptioningNetwork(nn.Module):
             "max_len": min(max_len, room),
             "no_repeat_ngram": no_repeat_ngram,
         }
-        with self._evaluating():
-            cache = self.decoder.start(self.memory(features), cache_dtype=cache_dtype)
+        with ExitStack() as stack:
+            for writer in writers:
+                stack.enter_context(writer._evaluating())
+            caches = [
+                writer.decoder.start(writer.memory(features), cache_dtype=cache_dtype)
+                for writer in writers
+            ]
             if temperature is None:
                 found = beam_search(
                     step,
@@ -258,6 +275,19 @@ class CaptioningNetwork(nn.Module):
                 )
                 found = [drawn[i : i + num_samples] for i in range(0, len(drawn), num_samples)]
         return [[t._replace(tokens=begin + t.tokens) for t in texts] for texts in found]
+
+    def _check_reads_the_same(self, other: "CaptioningNetwork") -> None:
+        """Captioners that write together read the same features, and mean the same by a token."""
+        if other.tokenizer.digest != self.tokenizer.digest:
+            raise ValueError("captioners that write together must have the same vocabulary")
+        ours, theirs = self.encoder.state_dict(), other.encoder.state_dict()
+        if (
+            other.config.resize != self.config.resize
+            or other.encoder.image_size != self.encoder.image_size
+            or ours.keys() != theirs.keys()
+            or not all(torch.equal(ours[name], theirs[name]) for name in ours)
+        ):
+            raise ValueError("captioners that write together must have the same encoder")
 
     def pad_texts(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """(R, T + 1) tokens, as `read_texts` takes them, of texts without their begin token."""
