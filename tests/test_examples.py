@@ -165,15 +165,16 @@ def test_show_attend_tell_draws_attention_to_every_patch():
     torch.testing.assert_close(loss, expected / count + example["EVENNESS"] * uneven)
 
 
-def test_readme_code(tmp_path, monkeypatch, captioner, photos):
-    """Each block runs in a folder that has the model and the picture that it names.
+def test_readme_code(tmp_path, monkeypatch, make_captioner, photos):
+    """Each block runs in a folder that has the models and the picture that it names.
 
     What needs a running demo is run in test_demo.py.
     """
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) >= 2
     monkeypatch.chdir(tmp_path)
-    captioner.save_pretrained(tmp_path / "runs" / "mine")
+    make_captioner().save_pretrained(tmp_path / "runs" / "mine")
+    make_captioner("additive").save_pretrained(tmp_path / "runs" / "other")
     photos[0].save(tmp_path / "picture.jpg")
     for block in blocks:
         if "gradio_client" not in block:
