@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("evaluate", help="score a captioner on a data set")
     command.set_defaults(run=_evaluate)
-    _add_models(command)
+    _add_models(command, "write together, and the maps are the first's")
     command.add_argument("--data", required=True, help="data set: a folder, a table, or 'scenes'")
     command.add_argument("--layout", default="auto", help="its layout; found by looking")
     command.add_argument("--image-column", help="column of a table that names the picture")
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("caption", help="caption pictures")
     command.set_defaults(run=_caption)
-    _add_models(command)
+    _add_models(command, "write together, and the maps are the first's")
     command.add_argument("images", nargs="+", metavar="IMAGE")
     command.add_argument("--overlay", metavar="DIR", help="write a picture of each word's map")
     command.add_argument(
@@ -102,13 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("demo", help="open the demo in a browser")
     command.set_defaults(run=_demo)
-    command.add_argument(
-        "--model",
-        dest="models",
-        action="append",
-        metavar="FOLDER",
-        help="model folder or hub id; more than one are compared (default: the package's own)",
-    )
+    _add_models(command, "are compared (default: the package's own)", required=False)
     command.add_argument("--host", default="127.0.0.1")
     command.add_argument("--port", type=int, default=7860)
     command.add_argument("--auth", metavar="USER:PASSWORD", help="what the page asks for")
@@ -129,14 +123,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_models(command: argparse.ArgumentParser) -> None:
+def _add_models(command: argparse.ArgumentParser, several: str, *, required: bool = True) -> None:
     command.add_argument(
         "--model",
         dest="models",
         action="append",
-        required=True,
+        required=required,
         metavar="FOLDER",
-        help="model folder or hub id; more than one write together, and the maps are the first's",
+        help=f"model folder or hub id; more than one {several}",
     )
 
 
