@@ -130,7 +130,7 @@ def explain(model, tokenizer: Tokenizer, preprocess: Preprocess, image: object) 
 def features_of(encoder: TimmEncoder, data: CaptionDataset) -> dict[tuple[int, int], object]:
     """What a frozen encoder makes of each picture, computed once; None of an unreadable one."""
     kept = dict.fromkeys((i, 0) for i in range(len(data)))  # a picture and its one view
-    for batch in picture_batches(data, "encoding", 32, 0):
+    for batch in picture_batches(data, tqdm(total=len(data), desc="encoding"), 32, 0):
         for i, features in zip(batch.indices, encoder(batch.images).tokens.half().numpy()):
             kept[i, 0] = features
     return kept
@@ -187,7 +187,7 @@ def main() -> None:
     # 4. Scores of the test pictures, and the regions of some words.
     model.eval()
     test, written = data["test"].records, {}
-    for batch in picture_batches(data["test"], "captions", 100, 0):
+    for batch in picture_batches(data["test"], tqdm(total=len(test), desc="captions"), 100, 0):
         for index, text in zip(batch.indices, write(model, tokenizer, model.look(batch.images))):
             written[test[index].name] = tokenizer.decode(text.tokens)
     print(f"{len(written)} test pictures: {score_captions(written, test)}")

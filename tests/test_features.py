@@ -133,6 +133,23 @@ def test_what_was_written_before_a_failure_counts(frozen, some, tmp_path, monkey
     assert sum(count) == 4
 
 
+def test_programs_that_encode_at_once_share_the_work(frozen, some, tmp_path, monkeypatch, count):
+    """Three runs were started together, and each encoded all pictures."""
+    monkeypatch.setattr(features, "ROWS", 1)
+    data = dataset(frozen, some, views=2)
+    encode, waiting = Captioner.encode, [True]
+
+    def beside_another(self, pixels):
+        if waiting and waiting.pop():
+            encode_pictures(frozen, data, tmp_path / "kept")
+        return encode(self, pixels)
+
+    monkeypatch.setattr(Captioner, "encode", beside_another)
+    kept = encode_pictures(frozen, data, tmp_path / "kept")
+    assert sum(count) == 6 + 1  # all by the other one, and what was begun
+    assert all(kept[index, view] is not None for index in (0, 2, 4) for view in (0, 1))
+
+
 def test_workers_read_the_files_themselves(frozen, some, tmp_path):
     data = dataset(frozen, some)
     data.features = encode_pictures(frozen, data, tmp_path / "kept")

@@ -42,19 +42,20 @@ def write_captions(
         num_workers: processes that decode pictures ahead.
     """
     written = {}
-    for batch in picture_batches(dataset, "captions", 100, num_workers):
-        features = captioner.features(batch.images.to(captioner.device))
-        found = captioner.generate(
-            features,
-            ensemble=ensemble,
-            num_beams=num_beams,
-            max_len=max_len,
-            length_penalty=length_penalty,
-            no_repeat_ngram=no_repeat_ngram,
-        )
-        for index, (best, *_) in zip(batch.indices, found):
-            text = captioner.tokenizer.decode(best.tokens)
-            written[dataset.records[index].name] = text
+    with tqdm(total=len(dataset), desc="captions", unit="img", leave=False) as bar:
+        for batch in picture_batches(dataset, bar, 100, num_workers):
+            features = captioner.features(batch.images.to(captioner.device))
+            found = captioner.generate(
+                features,
+                ensemble=ensemble,
+                num_beams=num_beams,
+                max_len=max_len,
+                length_penalty=length_penalty,
+                no_repeat_ngram=no_repeat_ngram,
+            )
+            for index, (best, *_) in zip(batch.indices, found):
+                text = captioner.tokenizer.decode(best.tokens)
+                written[dataset.records[index].name] = text
     return written
 
 
@@ -116,9 +117,9 @@ def write_results(folder: Path, written: Mapping[str, str], scores: metrics.Scor
 
 
 def picture_batches(
-    dataset: Dataset[Example], title: str, batch_size: int, num_workers: int
+    dataset: Dataset[Example], bar: tqdm, batch_size: int, num_workers: int
 ) -> Iterator[Batch]:
-    """The pictures in order, with a bar; those that cannot be read are named and left out."""
+    """The pictures in order, counted by a bar; those that cannot be read are named and left out."""
     loader = DataLoader(
         dataset,
         batch_size,
@@ -126,10 +127,9 @@ def picture_batches(
         num_workers=num_workers,
         generator=torch.Generator(),  # the global random numbers stay as they are
     )
-    with tqdm(total=len(dataset), desc=title, unit="img", leave=False) as bar:
-        for batch in loader:
-            for reason in batch.skipped:
-                bar.write(f"skipped: {reason}")
-            if batch.indices:
-                yield batch
-            bar.update(len(batch.indices) + len(batch.skipped))
+    for batch in loader:
+        for reason in batch.skipped:
+            bar.write(f"skipped: {reason}")
+        if batch.indices:
+            yield batch
+        bar.update(len(batch.indices) + len(batch.skipped))

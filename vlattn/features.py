@@ -6,6 +6,7 @@ P tokens before the patches, N patches, D width of the encoder.
 import hashlib
 import json
 import os
+import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,8 +41,7 @@ class KeptFeatures:
         self._files: dict[str, np.ndarray] = {}
         self._places: dict[str, tuple[str, int]] = {}  # key -> file and row
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(self.folder.glob("*.json")):
-            self._find(path)
+        self.look()
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -60,6 +60,13 @@ class KeptFeatures:
             # "c": what is written, if anything, stays in memory
             self._files[name] = np.load(self.folder / f"{name}.npy", mmap_mode="c")
         return self._files[name][row]
+
+    def look(self) -> None:
+        """Find what the folder holds, what others have put there meanwhile included."""
+        known = {name for name, _ in self._places.values()}
+        for path in sorted(self.folder.glob("*.json")):
+            if path.stem not in known:
+                self._find(path)
 
     def add(self, keys: list[str], features: np.ndarray) -> None:
         """Keep a file of features, then the list of their keys, which makes it count."""
@@ -89,6 +96,9 @@ def encode_pictures(
 ) -> KeptFeatures:
     """The features of all views of a data set's pictures, as far as the folder lacks them.
 
+    Programs that encode into one folder at the same time share the work: each goes through the
+    pictures in an order of its own, and passes over what is there by then.
+
     Their keys are digests of the picture's content, of the encoder's weights and precision, and of
     the preprocessing, so that those of another picture, encoder or size are never taken.
 
@@ -105,27 +115,31 @@ def encode_pictures(
         for picture in pictures
     ]
     kept = KeptFeatures(folder, keys)
-    todo = {
+    for picture, record in zip(pictures, dataset.records):
+        if picture is None:
+            tqdm.write(f"skipped: cannot read {record.name!r}")
+    places = {
         key: (index, view)
         for index, views in enumerate(keys)
         for view, key in enumerate(views)
         if key and key not in kept
     }
-    for picture, record in zip(pictures, dataset.records):
-        if picture is None:
-            tqdm.write(f"skipped: cannot read {record.name!r}")
-    new_keys, new = [], []
-    views = _Views(dataset, list(todo.values()))
-    names = list(todo)
-    for batch in picture_batches(views, title, BATCH_SIZE, num_workers):
-        tokens = captioner.encode(batch.images.to(captioner.device)).tokens
-        new_keys += [names[i] for i in batch.indices]
-        new.append(tokens.half().cpu().numpy())
-        if len(new_keys) >= ROWS:
-            kept.add(new_keys, np.concatenate(new))
+    todo = list(places)
+    parts = [todo[start : start + ROWS] for start in range(0, len(todo), ROWS)]
+    random.SystemRandom().shuffle(parts)
+    with tqdm(total=len(todo), desc=title, unit="img", leave=False) as bar:
+        for part in parts:
+            kept.look()
+            names = [key for key in part if key not in kept]
+            bar.update(len(part) - len(names))
+            views = _Views(dataset, [places[name] for name in names])
             new_keys, new = [], []
-    if new_keys:
-        kept.add(new_keys, np.concatenate(new))
+            for batch in picture_batches(views, bar, BATCH_SIZE, num_workers):
+                tokens = captioner.encode(batch.images.to(captioner.device)).tokens
+                new_keys += [names[i] for i in batch.indices]
+                new.append(tokens.half().cpu().numpy())
+            if new_keys:
+                kept.add(new_keys, np.concatenate(new))
     return kept
 
 

@@ -251,9 +251,6 @@ def _data_sets(
                     num_workers=config.num_workers,
                 )
 
-        if count > 1:  # each encodes its share, and finds those of the others then
-            encode(_dataset(config, captioner, train_records[rank::count], **options), "train")
-            accelerator.wait_for_everyone()
         data.features, dev.features = encode(data, "train"), encode(dev, "dev")
     return data, dev
 
