@@ -7,8 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from vlattn.attention import ATTENTIONS
 from vlattn.data.scenes import SPLITS
@@ -53,6 +55,25 @@ def test_train_captioner(tmp_path, monkeypatch, capsys, write_imagefolder, recor
     assert (tmp_path / "run" / "model.safetensors").is_file()
     assert run_example("train_captioner.py", flags, monkeypatch) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_flickr8k(tmp_path, monkeypatch, capsys, write_imagefolder, records):
+    """On any data, with any encoder; what fails is named, and its log tells why."""
+    splits = ["train"] * 4 + ["dev"] * 2 + ["test"] * 2
+    data = [record._replace(split=split) for record, split in zip(records, splits)]
+    data = write_imagefolder(tmp_path / "data", data)
+    out, weights = tmp_path / "runs", tmp_path / "resnet.safetensors"
+    save_file(timm.create_model("test_resnet").state_dict(), weights)
+    flags = ["--data", data, "--out", out, "--encoder", "timm:test_resnet", "--scst-steps", 1]
+    flags += ["--encoder-weights", weights]
+    assert run_example("flickr8k.py", [*flags, *SMALL], monkeypatch) == 0
+    shown = capsys.readouterr().out
+    for name in ("plain", "boxes", "additive", "together"):
+        assert len(re.findall(f"^{name} +test, 2 images: BLEU-1 ", shown, re.MULTILINE)) == 1
+    assert (out / "together" / "captions.json").is_file()
+    failed = run_example("flickr8k.py", [*flags, *SMALL, "--dim", 48], monkeypatch)
+    assert failed == f"boxes failed; the end of {out}/boxes.log tells why"
+    assert "was started with other settings" in (out / "boxes.log").read_text()
 
 
 @pytest.mark.parametrize(
