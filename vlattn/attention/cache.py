@@ -42,7 +42,8 @@ class KVCache:
             names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
             raise ValueError(f"dtype of a cache must be one of {names}, got {dtype}")
         self.dtype = dtype
-        self._memory = [self._pack(kv) for kv in memory]
+        # In order: every step reads all of it.
+        self._memory = [tuple(x.contiguous() for x in self._pack(kv)) for kv in memory]
         self._read_as = [kv.key.dtype for kv in memory]
         self._past: list[tuple[Tensor, ...] | None] = [None] * len(memory)
         self._lengths = [0] * len(memory)

@@ -23,6 +23,7 @@ SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 # Whether the CPU multiplies matrices in bfloat16 by instructions of its own.
 HAS_FAST_BF16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+FEW_QUERIES = 4  # those of one step of writing: a word, or one of each beam
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -167,11 +168,14 @@ def _guarded(
 def _fused_is_faster(query: Tensor) -> bool:
     """Whether PyTorch's one call beats the products written out; see benchmarks/attention.py.
 
-    It does, but for its backward pass in half precision where a CPU has fast bfloat16 products.
+    It does, but in half precision on a CPU: there it lays out keys and values anew, which takes up
+    to ten times as long as one word's look at them; and its backward pass does not use fast
+    bfloat16 products.
     """
+    if query.device.type != "cpu" or query.dtype not in (torch.bfloat16, torch.float16):
+        return True
     learns = torch.is_grad_enabled() and query.requires_grad
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return not (learns and half and query.device.type == "cpu" and HAS_FAST_BF16)
+    return query.size(2) > FEW_QUERIES and not (learns and HAS_FAST_BF16)
 
 
 def known_finite(*tensors: Tensor) -> bool:
