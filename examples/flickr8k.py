@@ -27,12 +27,8 @@ MODELS = {
 NEWS = ("step ", "test, ")  # what the lines begin with that are shown; all are in the logs
 
 
-def run(name: str, command: list, out: Path, threads: int = 1) -> None:
-    """Run a command that prints to a log, and show its news.
-
-    Raises:
-        SystemExit: it failed.
-    """
+def run(name: str, command: list, out: Path, threads: int = 1) -> bool:
+    """Run a command that prints to a log, and show its news; whether all went well."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     with (
         (out / f"{name}.log").open("a", encoding="utf-8", buffering=1) as log,
@@ -45,15 +41,20 @@ def run(name: str, command: list, out: Path, threads: int = 1) -> None:
             if line.startswith(NEWS):
                 print(f"{name:9} {line}", end="", flush=True)
     if process.returncode:
-        raise SystemExit(f"{name} failed; the end of {log.name} tells why")
+        print(f"{name:9} failed; the end of {log.name} tells why", flush=True)
+    return process.returncode == 0
 
 
 def side_by_side(commands: dict[str, list], out: Path) -> None:
-    """Run commands at once, a thread each."""
+    """Run commands at once, a thread each; those that can end well do, whatever the others do.
+
+    Raises:
+        SystemExit: one failed.
+    """
     with ThreadPoolExecutor() as pool:
-        runs = [pool.submit(run, name, command, out) for name, command in commands.items()]
-    for ended in runs:
-        ended.result()
+        ended = pool.map(run, commands, commands.values(), [out] * len(commands))
+    if not all(ended):
+        raise SystemExit(1)
 
 
 def main(flags: list[str]) -> None:
@@ -77,9 +78,13 @@ def main(flags: list[str]) -> None:
     alone = {name: [*score, models[name], "--out", out / name / "test"] for name in MODELS}
     side_by_side(alone, out)
     together = [*score, *models.values(), "--num-beams", "5", "--out", out / "together"]
-    run("together", together, out, threads=os.cpu_count())
+    if not run("together", together, out, threads=os.cpu_count()):
+        raise SystemExit(1)
     print(f"{(time.monotonic() - started) / 60:.0f} minutes")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; the same command goes on where it was") from None
