@@ -23,7 +23,7 @@ SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 # Whether the CPU multiplies matrices in bfloat16 by instructions of its own.
 HAS_FAST_BF16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-FEW_QUERIES = 4  # those of one step of writing: a word, or one of each beam
+FEW_QUERIES = 8  # those of one step of writing: a word of each beam or sample
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
