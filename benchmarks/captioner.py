@@ -6,8 +6,9 @@ A ViT-GPT2 of random weights (decoder of 3 layers, width 384, 50 memory tokens) 
 Captions are 14 tokens, the encoder left out; both sides write the same ones, which is checked.
 Training has five captions a picture (12 words, give or take 4) and a frozen encoder, whose features
 are kept, or which runs once per picture on both sides, or once per caption on the other side, as it
-does in `model(pixel_values, labels)`. The two take turns in one process, and the table has medians.
-Takes about six minutes on two CPU cores.
+does in `model(pixel_values, labels)`. The two take turns in one process, and the table has medians,
+and what share of its time each spends in products with weights, which both have to compute. Takes
+about six minutes on two CPU cores.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from vlattn.encoder import PatchFeatures
 from vlattn.steps import teacher_step
 
 NEW_TOKENS = 14
+PRODUCTS = ("aten::addmm", "aten::mm", "mkldnn::_linear_pointwise")
 ENCODER = ("features kept", "encoder per picture", "theirs per caption")
 
 
@@ -143,7 +145,14 @@ def report(title: str, calls: dict, captions: int, seconds: float) -> None:
     rates = {name: captions / time for name, time in times.items()}
     ratio = rates["vlattn"] / rates["transformers"]
     numbers = "".join(f"{rate:12.1f}" for rate in rates.values())
-    print(f"{title:34}{numbers}{ratio:9.2f}x", flush=True)
+    shares = "".join(f"{100 * seconds_in_products(calls[n]) / times[n]:7.0f} %" for n in calls)
+    print(f"{title:34}{numbers}{ratio:9.2f}x{shares}", flush=True)
+
+
+def seconds_in_products(call) -> float:
+    with torch.profiler.profile() as seen:
+        call()
+    return sum(row.self_cpu_time_total for row in seen.key_averages() if row.key in PRODUCTS) / 1e6
 
 
 def main() -> None:
@@ -162,7 +171,7 @@ def main() -> None:
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"{platform.processor()}, {torch.get_num_threads()} threads, {dtype}"
     )
-    print(f"{'captions/s':34}{'transformers':>12}{'vlattn':>12}{'ratio':>10}")
+    print(f"{'captions/s':34}{'transformers':>12}{'vlattn':>12}{'ratio':>10}{'in products':>18}")
     if args.only != "training":
         nets = (model.to(dtype), captioner.to(dtype))
         for batch_size in (1, 16):
