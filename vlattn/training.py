@@ -3,9 +3,11 @@
 B pictures, K real tokens of a batch, V vocabulary.
 """
 
+import ctypes
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -47,6 +49,7 @@ from vlattn.tokenizer import Tokenizer
 
 SCST_DECAY = 0.98  # of the weights' average: the phase is short
 SCST_EVAL_STEPS = 100
+TIDY_EVERY = 25  # steps
 MOST_SKIPPED = 20  # float16 starts with a few: the scale of the loss is being found
 
 
@@ -144,6 +147,8 @@ def train(config: TrainConfig) -> Captioner:
             averaged.update_parameters(captioner)
             progress.step += 1
             log.step(progress.step, title, value, rate, window, time.perf_counter() - started)
+            if progress.step % TIDY_EVERY == 0:
+                _return_memory()
 
             last = progress.step == total_steps
             if last or _is_time_to_evaluate(progress.step, teacher_steps, steps_per_epoch, config):
@@ -351,6 +356,12 @@ def _schedule(step: int, total_steps: int, warmup_steps: int) -> float:
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate * group["scale"]
+
+
+def _return_memory() -> None:
+    """Give back what is free: glibc keeps gigabytes between tensors of ever other sizes."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _is_time_to_evaluate(
