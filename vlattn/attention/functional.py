@@ -169,7 +169,7 @@ def _fused_is_faster(query: Tensor) -> bool:
     """Whether PyTorch's one call beats the products written out; see benchmarks/attention.py.
 
     It does, but in half precision on a CPU: there it lays out keys and values anew, which takes up
-    to ten times as long as one word's look at them; and its backward pass does not use fast
+    to nine times as long as one word's look at them; and its backward pass does not use fast
     bfloat16 products.
     """
     if query.device.type != "cpu" or query.dtype not in (torch.bfloat16, torch.float16):
