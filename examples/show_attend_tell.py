@@ -24,7 +24,7 @@ from vlattn.attention import KeyValue
 from vlattn.caption import Word
 from vlattn.data.dataset import CaptionDataset, Example
 from vlattn.encoder import TimmEncoder, ViT
-from vlattn.evaluation import picture_batches, score_captions
+from vlattn.evaluation import picture_bar, picture_batches, score_captions
 from vlattn.generation import Hypothesis, beam_search
 from vlattn.model_folder import write_weights
 from vlattn.visualization import contact_sheet
@@ -130,9 +130,10 @@ def explain(model, tokenizer: Tokenizer, preprocess: Preprocess, image: object) 
 def features_of(encoder: TimmEncoder, data: CaptionDataset) -> dict[tuple[int, int], object]:
     """What a frozen encoder makes of each picture, computed once; None of an unreadable one."""
     kept = dict.fromkeys((i, 0) for i in range(len(data)))  # a picture and its one view
-    for batch in picture_batches(data, tqdm(total=len(data), desc="encoding"), 32, 0):
-        for i, features in zip(batch.indices, encoder(batch.images).tokens.half().numpy()):
-            kept[i, 0] = features
+    with picture_bar(len(data), "encoding") as bar:
+        for batch in picture_batches(data, bar, 32, 0):
+            for i, features in zip(batch.indices, encoder(batch.images).tokens.half().numpy()):
+                kept[i, 0] = features
     return kept
 
 
@@ -187,9 +188,11 @@ def main() -> None:
     # 4. Scores of the test pictures, and the regions of some words.
     model.eval()
     test, written = data["test"].records, {}
-    for batch in picture_batches(data["test"], tqdm(total=len(test), desc="captions"), 100, 0):
-        for index, text in zip(batch.indices, write(model, tokenizer, model.look(batch.images))):
-            written[test[index].name] = tokenizer.decode(text.tokens)
+    with picture_bar(len(test), "captions") as bar:
+        for batch in picture_batches(data["test"], bar, 100, 0):
+            texts = write(model, tokenizer, model.look(batch.images))
+            for index, text in zip(batch.indices, texts):
+                written[test[index].name] = tokenizer.decode(text.tokens)
     print(f"{len(written)} test pictures: {score_captions(written, test)}")
     shown = [explain(model, tokenizer, preprocess, record.image) for record in test[:6]]
     contact_sheet(shown).save(args.out / "words.png")

@@ -42,7 +42,7 @@ def write_captions(
         num_workers: processes that decode pictures ahead.
     """
     written = {}
-    with tqdm(total=len(dataset), desc="captions", unit="img", leave=False) as bar:
+    with picture_bar(len(dataset), "captions") as bar:
         for batch in picture_batches(dataset, bar, 100, num_workers):
             features = captioner.features(batch.images.to(captioner.device))
             found = captioner.generate(
@@ -114,6 +114,11 @@ def write_results(folder: Path, written: Mapping[str, str], scores: metrics.Scor
     }
     write_json(folder / "captions.json", results)
     write_json(folder / "scores.json", per_image)
+
+
+def picture_bar(total: int, title: str) -> tqdm:
+    """The bar that `picture_batches` counts on, which goes when it is closed."""
+    return tqdm(total=total, desc=title, unit="img", leave=False)
 
 
 def picture_batches(

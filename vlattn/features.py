@@ -20,7 +20,7 @@ from tqdm import tqdm
 from vlattn.captioner import Captioner
 from vlattn.data.dataset import CaptionDataset, Example
 from vlattn.data.shards import READERS, ShardImage
-from vlattn.evaluation import picture_batches
+from vlattn.evaluation import picture_bar, picture_batches
 from vlattn.files import write_aside, write_json
 from vlattn.images import ImageError, open_image
 
@@ -40,6 +40,7 @@ class KeptFeatures:
         self.folder, self.keys = Path(folder), keys
         self._files: dict[str, np.ndarray] = {}
         self._places: dict[str, tuple[str, int]] = {}  # key -> file and row
+        self._found: set[str] = set()  # files whose keys are in `_places`
         self.folder.mkdir(parents=True, exist_ok=True)
         self.look()
 
@@ -63,9 +64,8 @@ class KeptFeatures:
 
     def look(self) -> None:
         """Find what the folder holds, what others have put there meanwhile included."""
-        known = {name for name, _ in self._places.values()}
         for path in sorted(self.folder.glob("*.json")):
-            if path.stem not in known:
+            if path.stem not in self._found:
                 self._find(path)
 
     def add(self, keys: list[str], features: np.ndarray) -> None:
@@ -78,6 +78,7 @@ class KeptFeatures:
         self._find(path)
 
     def _find(self, path: Path) -> None:
+        self._found.add(path.stem)
         for row, key in enumerate(json.loads(path.read_text(encoding="utf-8"))):
             self._places[key] = (path.stem, row)
 
@@ -127,11 +128,13 @@ def encode_pictures(
     todo = list(places)
     parts = [todo[start : start + ROWS] for start in range(0, len(todo), ROWS)]
     random.SystemRandom().shuffle(parts)
-    with tqdm(total=len(todo), desc=title, unit="img", leave=False) as bar:
+    with picture_bar(len(todo), title) as bar:
         for part in parts:
             kept.look()
             names = [key for key in part if key not in kept]
             bar.update(len(part) - len(names))
+            if not names:
+                continue
             views = _Views(dataset, [places[name] for name in names])
             new_keys, new = [], []
             for batch in picture_batches(views, bar, BATCH_SIZE, num_workers):
