@@ -323,17 +323,39 @@ def test_frozen_means_frozen():
             assert torch.equal(x, before[name]), name
 
 
-def test_an_encoder_that_is_not_frozen_learns():
-    encoder = TimmEncoder("test_resnet", image_size=(32, 48), frozen=False)
-    statistics = {n: x.clone() for n, x in encoder.named_buffers() if n.endswith("running_mean")}
-    assert encoder.model.training and all((x == 0).all() for x in statistics.values())
-    encoder(torch.randn(B, 3, 32, 48)).tokens.square().sum().backward()
-    for name, parameter in encoder.named_parameters():
-        assert parameter.grad.isfinite().all(), name
-    buffers = dict(encoder.named_buffers())
-    assert not any(torch.equal(x, buffers[name]) for name, x in statistics.items())
+@pytest.mark.parametrize(
+    "stages, learning",
+    [
+        (0, ()),
+        (2, ("layer3", "layer4")),
+        (99, ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4")),
+    ],
+)
+def test_the_last_stages_learn(stages, learning):
+    """Weights and batch norm statistics of these alone, also after more or fewer did."""
+    encoder = TimmEncoder("test_resnet", image_size=(32, 48)).train()
+    encoder.finetune(1)
+    encoder.finetune(stages)
+    before = {name: x.clone() for name, x in encoder.model.named_buffers()}
+    tokens = encoder(torch.randn(B, 3, 32, 48)).tokens
+    assert tokens.requires_grad == bool(learning) == (not encoder.frozen)
+    if learning:
+        tokens.square().sum().backward()
+    for name, parameter in encoder.model.named_parameters():
+        learns = name.startswith(learning)
+        assert (parameter.grad is not None) == learns, name
+        assert not learns or parameter.grad.isfinite().all(), name
+    for name, x in encoder.model.named_buffers():
+        assert torch.equal(x, before[name]) != name.startswith(learning), name
     encoder.eval()
     assert not any(module.training for module in encoder.modules())
+
+
+def test_a_model_whose_stages_are_not_known_stays_frozen():
+    encoder = TimmEncoder("test_resnet", image_size=(32, 48))
+    encoder.model.group_matcher = None
+    with pytest.raises(ValueError, match="timm does not tell the stages of test_resnet"):
+        encoder.finetune(1)
 
 
 def test_names_that_timm_has_not_are_refused():
@@ -384,12 +406,14 @@ def test_the_picture_and_each_patch_are_classified(name, tmp_path):
 
 def test_a_classifier_that_is_sure_has_gradients():
     """The gradient of a square root is infinite at zero, where a probability underflows."""
-    encoder = TimmEncoder("test_resnet", image_size=(32, 48), frozen=False, classes=True)
+    encoder = TimmEncoder("test_resnet", image_size=(32, 48), classes=True)
+    encoder.finetune(99)
     encoder.model.fc.weight.data *= 1e4
     tokens = encoder(torch.randn(B, 3, 32, 48)).tokens
     assert (tokens[..., -encoder.model.num_classes :] == 0).any()
     tokens.square().sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in encoder.parameters())
+    learning = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+    assert learning and all(parameter.grad.isfinite().all() for parameter in learning)
 
 
 @pytest.mark.parametrize("name", ["test_vit", "swin_tiny_patch4_window7_224"])

@@ -6,6 +6,7 @@ import os
 import platform
 import random
 import resource
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -305,14 +306,11 @@ def test_kept_features_serve_other_runs(tmp_path, folder, monkeypatch, name, cla
 
 @pytest.mark.parametrize("rate", [1.0, 1e-6])
 def test_an_encoder_that_learns_has_a_rate_of_its_own(tmp_path, folder, rate):
-    captioner = replace(
-        SMALL, encoder="timm:test_vit", image_size=(32, 32), finetune_encoder=True, dropout=0.0
-    )
+    captioner = replace(SMALL, encoder="timm:test_vit", image_size=(32, 32), dropout=0.0)
     torch.manual_seed(0)
     before = Captioner(captioner, tokenizer_of(folder))  # as train makes it, from the same seed
-    after = train(
-        config(folder, tmp_path / "run", captioner=captioner, max_steps=2, encoder_rate=rate)
-    )
+    learning = {"finetune_encoder": 7, "encoder_rate": rate}
+    after = train(config(folder, tmp_path / "run", captioner=captioner, max_steps=2, **learning))
     moved = {
         name: (after.state_dict()[name] - value).abs().max()
         for name, value in before.state_dict().items()
@@ -321,6 +319,30 @@ def test_an_encoder_that_learns_has_a_rate_of_its_own(tmp_path, folder, rate):
     encoder = max(value for name, value in moved.items() if name.startswith("encoder."))
     assert len(moved) > 1 and moved["memory_proj.1.weight"] > 1e-6
     assert 1e-7 < encoder if rate == 1.0 else encoder < 1e-8
+
+
+def test_the_encoder_of_a_trained_captioner_can_learn_later(tmp_path, folder):
+    """Its last stage, teacher-forced and self-critical; stopped in between or not."""
+    captioner = replace(
+        SMALL, encoder="timm:test_resnet", image_size=(32, 48), encoder_classes=True
+    )
+    first = train(config(folder, tmp_path / "first", captioner=captioner, max_steps=2))
+    later = {"init": str(tmp_path / "first"), "finetune_encoder": 1, "encoder_rate": 0.5}
+    later |= {"captioner": CaptionerConfig(), "max_steps": 3, "scst_steps": 2}
+    later |= {"checkpoint_every": 2}
+    straight = train(config(folder, tmp_path / "later", **later)).state_dict()
+    shutil.rmtree(tmp_path / "later" / "checkpoints" / "step-5")
+    again = train(config(folder, tmp_path / "later", **later, resume="auto")).state_dict()
+    assert same(straight, again)
+    before = first.encoder.state_dict().items()
+    moved = {name for name, x in before if not torch.equal(x, straight[f"encoder.{name}"])}
+    assert {name.split(".")[1] for name in moved} == {"layer4"}
+    assert any(name.endswith("weight") for name in moved)
+
+
+def test_a_vit_of_our_own_has_no_stages_to_choose(tmp_path, folder):
+    with pytest.raises(ValueError, match="finetune_encoder is for an encoder of timm"):
+        train(config(folder, tmp_path / "run", finetune_encoder=1, max_steps=1))
 
 
 def tokenizer_of(folder):

@@ -21,7 +21,6 @@ class CaptionerConfig:
     """
 
     encoder: str = option("vit", "'vit', our own, or 'timm:<name>', any model of timm")
-    finetune_encoder: bool = option(False, "a timm encoder learns too")
     encoder_classes: bool = option(
         False,
         "words also see what the classifier of a convolutional timm encoder takes the picture and "
@@ -124,6 +123,9 @@ class TrainConfig:
     captioner: CaptionerConfig = field(default_factory=CaptionerConfig)
     encoder_weights: str | None = option(None, "safetensors file of a timm encoder's weights")
     pretrained: bool = option(False, "load timm's weights of the encoder from the hub")
+    finetune_encoder: int = option(
+        0, "last stages of a timm encoder that learn too, or blocks of a transformer"
+    )
     tokenizer: Literal["bpe", "unigram", "word"] = option("bpe", "kind of the vocabulary")
     vocab_size: int = option(4000, "most tokens of the vocabulary")
     min_frequency: int = option(2, "how often a word or pair must occur to get a token")
@@ -180,7 +182,7 @@ class TrainConfig:
             **dict.fromkeys(("epochs", "max_steps", "batch_size", "accumulation"), 1),
             **dict.fromkeys(("captions_per_image", "eval_every", "checkpoint_every"), 1),
             "sort_window": 1,
-            **dict.fromkeys(("warmup_steps", "scst_steps", "num_workers"), 0),
+            **dict.fromkeys(("finetune_encoder", "warmup_steps", "scst_steps", "num_workers"), 0),
             "scst_samples": 2,
         }
         for name, low in least.items():

@@ -216,11 +216,12 @@ class ViT(nn.Module):
 class TimmEncoder(nn.Module):
     """Any timm model as the encoder: its last feature map, without class and register tokens.
 
+    It is frozen until `finetune` says otherwise: no gradients, and batch norm and dropout are still
+    whatever `train()` is called.
+
     Args:
         name: a name that `timm.create_model` takes.
         pretrained: load timm's weights from the hub.
-        frozen: the encoder never learns: no gradients, and always in eval mode, so that batch norm
-            and dropout are still whatever `train()` is called.
         image_size: (S_h, S_w); the model's own where omitted.
         classes: a token for the whole picture stands before the patches, and after each token's
             features come the roots of the probabilities that the model's own classifier gives it;
@@ -236,7 +237,6 @@ class TimmEncoder(nn.Module):
         name: str,
         *,
         pretrained: bool = False,
-        frozen: bool = True,
         image_size: tuple[int, int] | None = None,
         classes: bool = False,
     ):
@@ -245,7 +245,7 @@ class TimmEncoder(nn.Module):
         super().__init__()
         if not timm.is_model(name):
             raise ValueError(f"encoder 'timm:{name}' is not a model of timm {timm.__version__}")
-        self.name, self.frozen, self.classes = name, frozen, classes
+        self.name, self.classes = name, classes
         head = {} if classes else {"num_classes": 0}
         self.model = timm.create_model(name, pretrained=pretrained, **head)
         settings = timm.data.resolve_model_data_config(self.model)
@@ -268,8 +268,8 @@ class TimmEncoder(nn.Module):
                 f"image_size {self.image_size} does not suit timm:{name}: its patches of "
                 f"{patch_size} pixels cover {seen}"
             )
-        self.model.requires_grad_(not frozen).to(memory_format=torch.channels_last)
-        self.train(self.training)
+        self.model.to(memory_format=torch.channels_last)
+        self.finetune(0)
 
     @torch.no_grad()
     def _probe(self) -> PatchFeatures:
@@ -284,9 +284,35 @@ class TimmEncoder(nn.Module):
             )
         return self(pixels)
 
+    def finetune(self, stages: int) -> None:
+        """Let the last stages, or blocks of a transformer, learn from now on, and no others.
+
+        The classifier is none of them.
+
+        Raises:
+            ValueError: timm does not tell the stages of this model.
+        """
+        learning = set()
+        if stages:
+            from timm.models import group_parameters
+
+            if (stage_of := getattr(self.model, "group_matcher", None)) is None:
+                raise ValueError(f"timm does not tell the stages of {self.name}: it cannot learn")
+            groups = group_parameters(self.model, stage_of(coarse=True)).values()
+            heads = tuple(f"{name.split('.')[0]}." for name in self._classifier_names())
+            groups = [{name for name in group if not name.startswith(heads)} for group in groups]
+            learning.update(*list(filter(None, groups))[-stages:])
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in learning)
+        self.frozen = not learning
+        self.train(self.training)
+
     def train(self, mode: bool = True) -> "TimmEncoder":
         super().train(mode)
-        self.model.train(mode and not self.frozen)
+        self.model.eval()
+        for module in self.model.modules():
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                module.training = mode
         return self
 
     def forward(self, pixels: Tensor) -> PatchFeatures:
@@ -313,6 +339,10 @@ class TimmEncoder(nn.Module):
         features = F.layer_norm(tokens, tokens.shape[-1:])
         return torch.cat([features, roots.to(features).unflatten(0, tokens.shape[:2])], dim=-1)
 
+    def _classifier_names(self) -> tuple[str, ...]:
+        names = self.model.pretrained_cfg.get("classifier") or ()
+        return (names,) if isinstance(names, str) else tuple(names)
+
     def load_weights(self, path: str | Path) -> None:
         """Load the encoder's weights from a safetensors file with timm's names.
 
@@ -327,9 +357,7 @@ class TimmEncoder(nn.Module):
         except (OSError, SafetensorError, RuntimeError) as error:
             reason = str(error).splitlines()[-1].strip()
             raise ValueError(f"cannot load encoder weights from {path}: {reason}") from error
-        classifier = self.model.pretrained_cfg.get("classifier") or ()
-        classifier = (classifier,) if isinstance(classifier, str) else classifier
-        heads = tuple(f"{name}." for name in classifier)
+        heads = tuple(f"{name}." for name in self._classifier_names())
         foreign = [name for name in foreign if not name.startswith(heads)]
         if missing or foreign:
             raise ValueError(

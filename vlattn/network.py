@@ -356,7 +356,6 @@ def _make_encoder(config: CaptionerConfig, pretrained: bool) -> ViT | TimmEncode
         return TimmEncoder(
             name,
             pretrained=pretrained,
-            frozen=not config.finetune_encoder,
             image_size=config.image_size,
             classes=config.encoder_classes,
         )

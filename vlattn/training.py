@@ -205,7 +205,19 @@ def _fastest_precision(wanted: str) -> str:
 
 def _build(config: TrainConfig, out: Path, records: list[Record], resuming: bool) -> Captioner:
     if config.init is not None:
-        return Captioner.from_pretrained(config.init)
+        captioner = Captioner.from_pretrained(config.init)
+    else:
+        captioner = _new_captioner(config, out, records, resuming)
+    if config.finetune_encoder:
+        if not isinstance(captioner.encoder, TimmEncoder):
+            raise ValueError("finetune_encoder is for an encoder of timm: the vit learns anyway")
+        captioner.encoder.finetune(config.finetune_encoder)
+    return captioner
+
+
+def _new_captioner(
+    config: TrainConfig, out: Path, records: list[Record], resuming: bool
+) -> Captioner:
     file = out / "tokenizer.json"
     if resuming and file.is_file():
         tokenizer = Tokenizer.load(file)
