@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from vlattn.layers import FEW_ROWS, Dropout, Linear, lay_out_to_write, product
+from vlattn.layers import FEW_ROWS, Dropout, Linear, NormedProjection, lay_out_to_write, product
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,3 +82,21 @@ def test_weights_laid_out_to_write_learn_as_before():
             optimizer.zero_grad()
     for one, other in zip(models[0].parameters(), models[1].parameters()):
         torch.testing.assert_close(one, other)
+
+
+def test_a_projection_of_still_features_learns_what_one_of_learning_features_does():
+    projection = NormedProjection(7, 5)
+    for parameter in projection.parameters():
+        nn.init.normal_(parameter)
+    x, slope = 3 + 2 * torch.randn(2, 3, 7), torch.randn(2, 3, 5)
+    outputs, gradients = [], []
+    for learning in (False, True):
+        projection.zero_grad()
+        outputs.append(projection(x.clone().requires_grad_(learning)))
+        outputs[-1].backward(slope)
+        gradients.append([parameter.grad for parameter in projection.parameters()])
+    outputs.append(projection.eval()(x))
+    for found in outputs[1:]:
+        torch.testing.assert_close(found, outputs[0])
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)

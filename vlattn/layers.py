@@ -62,6 +62,27 @@ def lay_out_to_write(module: nn.Module) -> None:
             part.weight.data = part.weight.data.t().contiguous().t()
 
 
+class NormedProjection(nn.Sequential):
+    """A linear layer between two LayerNorms: (..., D_in) to (..., D_out)."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(
+            nn.LayerNorm(in_features),
+            nn.Linear(in_features, out_features),
+            nn.LayerNorm(out_features),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or x.requires_grad:
+            return super().forward(x)
+        # Features that do not learn: with the first norm's scale and shift in the weight, no
+        # gradient has to go back to where they came in.
+        norm, linear, last = self
+        x = F.layer_norm(x, norm.normalized_shape, eps=norm.eps)
+        bias = linear.bias + (linear.weight * norm.bias).sum(1)
+        return last(F.linear(x, linear.weight * norm.weight, bias))
+
+
 class Dropout(nn.Dropout):
     """`nn.Dropout` at a quarter of its time on a CPU: 16 random bits decide on a number.
 

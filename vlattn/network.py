@@ -16,7 +16,7 @@ from vlattn.config import CaptionerConfig
 from vlattn.decoder import TextDecoder
 from vlattn.encoder import PatchFeatures, PatchPositions, TimmEncoder, ViT
 from vlattn.generation import Hypothesis, beam_search, sample
-from vlattn.layers import Dropout
+from vlattn.layers import Dropout, NormedProjection
 from vlattn.tokenizer import Tokenizer
 
 
@@ -344,9 +344,7 @@ def _make_projection(memory: str, encoder_dim: int, dim: int) -> nn.Module:
     if memory == "linear":
         return nn.Linear(encoder_dim, dim)
     if memory == "normed":
-        return nn.Sequential(
-            nn.LayerNorm(encoder_dim), nn.Linear(encoder_dim, dim), nn.LayerNorm(dim)
-        )
+        return NormedProjection(encoder_dim, dim)
     raise ValueError(f"memory must be 'normed', 'linear' or 'plain', got {memory!r}")
 
 
