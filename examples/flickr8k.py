@@ -19,7 +19,9 @@ from pathlib import Path
 
 TRAIN = [sys.executable, Path(__file__).with_name("train_captioner.py")]
 EVALUATE = [Path(sys.executable).with_name("vlattn"), "evaluate", "--split", "test"]
-RECIPE = "--encoder timm:tf_efficientnet_lite0 --encoder-classes --image-size 352 352".split()
+RECIPE = (
+    "--encoder timm:tf_efficientnet_lite0 --encoder-classes --image-size 352 352 --eval-every 2"
+).split()
 TURNS = (  # those of a turn run at once, and share the work of encoding
     {
         "boxes": "--seed 1 --attention-supervision 1".split(),
