@@ -332,7 +332,7 @@ def test_frozen_means_frozen():
     ],
 )
 def test_the_last_stages_learn(stages, learning):
-    """Weights and batch norm statistics of these alone, also after more or fewer did."""
+    """Of these alone the weights, also after more or fewer did; batch norm's statistics stay."""
     encoder = TimmEncoder("test_resnet", image_size=(32, 48)).train()
     encoder.finetune(1)
     encoder.finetune(stages)
@@ -346,9 +346,7 @@ def test_the_last_stages_learn(stages, learning):
         assert (parameter.grad is not None) == learns, name
         assert not learns or parameter.grad.isfinite().all(), name
     for name, x in encoder.model.named_buffers():
-        assert torch.equal(x, before[name]) != name.startswith(learning), name
-    encoder.eval()
-    assert not any(module.training for module in encoder.modules())
+        assert torch.equal(x, before[name]), name
 
 
 def test_a_model_whose_stages_are_not_known_stays_frozen():

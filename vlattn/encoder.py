@@ -216,8 +216,8 @@ class ViT(nn.Module):
 class TimmEncoder(nn.Module):
     """Any timm model as the encoder: its last feature map, without class and register tokens.
 
-    It is frozen until `finetune` says otherwise: no gradients, and batch norm and dropout are still
-    whatever `train()` is called.
+    It is frozen until `finetune` says otherwise. Batch norm keeps the statistics that it came with,
+    whatever `train()` is called: those of a small batch are worse.
 
     Args:
         name: a name that `timm.create_model` takes.
@@ -305,14 +305,10 @@ class TimmEncoder(nn.Module):
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in learning)
         self.frozen = not learning
-        self.train(self.training)
 
     def train(self, mode: bool = True) -> "TimmEncoder":
         super().train(mode)
         self.model.eval()
-        for module in self.model.modules():
-            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-                module.training = mode
         return self
 
     def forward(self, pixels: Tensor) -> PatchFeatures:
