@@ -340,6 +340,18 @@ def test_the_encoder_of_a_trained_captioner_can_learn_later(tmp_path, folder):
     assert any(name.endswith("weight") for name in moved)
 
 
+def test_self_critical_training_alone_goes_on_from_a_trained_captioner(tmp_path, folder):
+    first = train(config(folder, tmp_path / "first", max_steps=3)).state_dict()
+    later = {"init": str(tmp_path / "first"), "captioner": CaptionerConfig(), "scst_rate": 1e-2}
+    later |= {"epochs": 0, "scst_steps": 4, "checkpoint_every": 2}
+    straight = train(config(folder, tmp_path / "later", **later)).state_dict()
+    shutil.rmtree(tmp_path / "later" / "checkpoints" / "step-4")
+    again = train(config(folder, tmp_path / "later", **later, resume="auto")).state_dict()
+    assert same(straight, again) and not same(straight, first)
+    with pytest.raises(ValueError, match="nothing to do: epochs and scst_steps are 0"):
+        config(folder, tmp_path / "none", epochs=0)
+
+
 def test_a_vit_of_our_own_has_no_stages_to_choose(tmp_path, folder):
     with pytest.raises(ValueError, match="finetune_encoder is for an encoder of timm"):
         train(config(folder, tmp_path / "run", finetune_encoder=1, max_steps=1))

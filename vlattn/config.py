@@ -130,7 +130,7 @@ class TrainConfig:
     vocab_size: int = option(4000, "most tokens of the vocabulary")
     min_frequency: int = option(2, "how often a word or pair must occur to get a token")
     lowercase: bool = option(True, "put captions in lower case")
-    epochs: int = option(10, "passes over the training pictures")
+    epochs: int = option(10, "passes over the training pictures, teacher-forced")
     max_steps: int | None = option(None, "stop after so many optimiser steps instead")
     batch_size: int = option(32, "pictures of a batch")
     accumulation: int = option(1, "batches of an optimiser step")
@@ -179,16 +179,20 @@ class TrainConfig:
             if not getattr(self, name):
                 raise ValueError(f"{name} must be given")
         least = {
-            **dict.fromkeys(("epochs", "max_steps", "batch_size", "accumulation"), 1),
+            **dict.fromkeys(("max_steps", "batch_size", "accumulation"), 1),
             **dict.fromkeys(("captions_per_image", "eval_every", "checkpoint_every"), 1),
             "sort_window": 1,
-            **dict.fromkeys(("finetune_encoder", "warmup_steps", "scst_steps", "num_workers"), 0),
+            **dict.fromkeys(
+                ("epochs", "finetune_encoder", "warmup_steps", "scst_steps", "num_workers"), 0
+            ),
             "scst_samples": 2,
         }
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ValueError(f"{name} must be at least {low}, got {value}")
+        if not (self.epochs or self.max_steps or self.scst_steps):
+            raise ValueError("there is nothing to do: epochs and scst_steps are 0")
         if not 1 <= self.views <= VIEWS:
             raise ValueError(f"views must be 1 to {VIEWS}, got {self.views}")
         for name in ("learning_rate", "encoder_rate", "scst_rate", "clip_norm"):
