@@ -68,7 +68,7 @@ def test_flickr8k(tmp_path, monkeypatch, capsys, write_imagefolder, records):
     flags += ["--encoder-weights", weights]
     assert run_example("flickr8k.py", [*flags, *SMALL], monkeypatch) == 0
     shown = capsys.readouterr().out
-    for name in ("plain", "boxes", "additive", "together"):
+    for name in ("plain", "boxes", "together"):
         assert len(re.findall(f"^{name} +test, 2 images: BLEU-1 ", shown, re.MULTILINE)) == 1
     assert (out / "together" / "captions.json").is_file()
     assert run_example("flickr8k.py", [*flags, *SMALL, "--dim", 48], monkeypatch) == 1
