@@ -451,7 +451,7 @@ def test_self_critical_training_raises_the_reward(tmp_path, folder):
     [
         ({"data": ""}, "data must be given"),
         ({"out": ""}, "out must be given"),
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"epochs": -1}, "epochs must be at least 0, got -1"),
         ({"accumulation": -1}, "accumulation must be at least 1, got -1"),
         ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
         ({"scst_samples": 1}, "scst_samples must be at least 2, got 1"),
