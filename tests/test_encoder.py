@@ -347,6 +347,9 @@ def test_the_last_stages_learn(stages, learning):
         assert not learns or parameter.grad.isfinite().all(), name
     for name, x in encoder.model.named_buffers():
         assert torch.equal(x, before[name]), name
+    assert not any(module.training for module in encoder.model.modules())
+    encoder.eval()
+    assert not any(module.training for module in encoder.modules())
 
 
 def test_a_model_whose_stages_are_not_known_stays_frozen():
